@@ -1,0 +1,91 @@
+"""Start file that lets a stock SGLang serve on a machine without a GPU. Unused on CUDA.
+
+Run it like `python -m sglang.launch_server`, with the same arguments. All that it adds happens at module level,
+because SGLang's children are spawned and import this main script again:
+
+- the environment variables that SGLang's CPU engine needs, set before it is imported;
+- two torchvision operator schemas, without which a torchvision that does not match torch breaks transformers;
+- a stand-in for the compiled package `sgl_kernel`, with the one function that the torch-native path really calls.
+  Any other kernel raises by name when it is called.
+"""
+
+from __future__ import annotations
+
+import importlib.machinery
+import os
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
+os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # a first request with penalties would compile for half a minute
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # the default number of threads is many times slower in small batches
+
+import torch
+
+
+def _declare_torchvision_operators() -> torch.library.Library | None:
+    """Declare the operators that torchvision registers fakes for; the library object must stay alive."""
+    try:
+        torch.ops.torchvision.nms  # noqa: B018 - the look-up is the test
+    except AttributeError:
+        library = torch.library.Library("torchvision", "DEF")
+        for name in ("nms", "qnms"):
+            library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+        return library
+    return None
+
+
+def assign_req_to_token_pool_cpu(
+    req_pool_indices: torch.Tensor,
+    req_to_token: torch.Tensor,
+    start_offset: torch.Tensor,
+    end_offset: torch.Tensor,
+    out_cache_loc: torch.Tensor,
+    max_len: int,
+) -> None:
+    """Write each request's new cache slots into its row of the request-to-token table (in place).
+
+    Request i owns the next `end_offset[i] - start_offset[i]` entries of `out_cache_loc`, which go to
+    `req_to_token[req_pool_indices[i], start_offset[i]:end_offset[i]]`.
+    """
+    position = 0
+    for row, start, end in zip(req_pool_indices.tolist(), start_offset.tolist(), end_offset.tolist(), strict=True):
+        slots = out_cache_loc[position : position + end - start]
+        req_to_token[row, start:end] = slots.to(req_to_token.dtype)
+        position += end - start
+
+
+def _missing_kernel(name: str) -> Callable[..., Any]:
+    if name.startswith("__"):
+        raise AttributeError(name)
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError(f"sgl_kernel.{name} does not exist on this CPU; use other server arguments")
+
+    return kernel
+
+
+def _install_sgl_kernel_stand_in() -> None:
+    if "sgl_kernel" in sys.modules:
+        return
+    module = types.ModuleType("sgl_kernel")
+    module.__spec__ = importlib.machinery.ModuleSpec("sgl_kernel", None)
+    module.assign_req_to_token_pool_cpu = assign_req_to_token_pool_cpu  # type: ignore[attr-defined]
+    module.__getattr__ = _missing_kernel  # type: ignore[method-assign]
+    sys.modules["sgl_kernel"] = module
+
+
+_TORCHVISION_LIBRARY = _declare_torchvision_operators()
+_install_sgl_kernel_stand_in()
+
+if __name__ == "__main__":
+    from sglang.launch_server import run_server
+    from sglang.srt.server_args import prepare_server_args
+    from sglang.srt.utils import kill_process_tree
+
+    try:
+        run_server(prepare_server_args(sys.argv[1:]))
+    finally:
+        kill_process_tree(os.getpid(), include_parent=False)
