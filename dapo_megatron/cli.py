@@ -1,0 +1,138 @@
+"""The `dapo` command. Thin: each command imports what it needs, so that a wrong key is reported within a second.
+
+Exit codes: 0 done, 1 the run failed, 2 the configuration or the command line is wrong, 128 + n stopped by signal n.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from dapo_megatron.config import ConfigError, RunConfig, load_config, service_settings, to_yaml
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="DAPO reinforcement learning: Megatron-Core actors, an asynchronous SGLang rollout service.",
+)
+
+ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file, for example configs/quickstart.yaml.")]
+Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Overrides: a.b.c=value.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Check everything, print the resolved configuration, stop.")]
+
+EXIT_CONFIG = 2
+
+
+@app.command()
+def run(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    dry_run: DryRun = False,
+    plain: Annotated[bool, typer.Option("--plain", help="One line a step instead of the live view.")] = False,
+) -> None:
+    """Train on this machine: rollout service and trainer, with a live view."""
+    tree = _checked(config, overrides or [])
+    if dry_run:
+        typer.echo(to_yaml(tree), nl=False)
+        return
+    from dapo_megatron.launch import launch
+
+    raise typer.Exit(launch(tree, plain, Console(), Console(stderr=True)))
+
+
+@app.command("config")
+def show_config(config: ConfigPath, overrides: Overrides = None) -> None:
+    """Check a configuration and print it resolved (the same as `run --dry-run`)."""
+    typer.echo(to_yaml(_checked(config, overrides or [])), nl=False)
+
+
+@app.command()
+def rollout(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    prepared: Annotated[
+        bool, typer.Option("--prepared", hidden=True, help="`dapo run` has checked all and made the folder.")
+    ] = False,
+) -> None:
+    """Run the rollout service alone; `dapo train CONFIG` in another terminal trains with it."""
+    from dapo_megatron.launch import child_environment
+    from dapo_megatron.run_folder import RunLock, prepare_run_folder, run_folder
+
+    if prepared:
+        tree = load_config(config, overrides or [])
+        _serve(tree, run_folder(tree))
+        return
+    tree = _checked(config, overrides or [])
+    os.environ.update(child_environment(tree))
+    with RunLock(tree):
+        folder, moved = prepare_run_folder(tree, always_new=False)
+        if moved is not None:
+            typer.echo(f"an earlier run of this name was kept as {moved.name}")
+        typer.echo(f"rollout service for {folder}; start the trainer with: dapo train {config}")
+        _serve(tree, folder)
+
+
+@app.command()
+def train(config: ConfigPath, overrides: Overrides = None) -> None:
+    """Train with a running rollout service (`dapo rollout CONFIG`); starts torchrun unless it is inside one."""
+    if "TORCHELASTIC_RUN_ID" in os.environ or "RANK" in os.environ:
+        from dapo_megatron import train as entry
+
+        entry.main(str(config), list(overrides or []))
+        return
+    from dapo_megatron.launch import child_environment, torchrun_command
+
+    tree = _checked(config, overrides or [])
+    if tree.parallel.nnodes > 1:
+        raise ConfigError(
+            str(config),
+            ["parallel.nnodes is above 1: run `torchrun --nnodes ... -m dapo_megatron.train CONFIG` on each"],
+        )
+    command = torchrun_command(tree, config, log_dir=None) + list(overrides or [])
+    os.execve(command[0], command, child_environment(tree))
+
+
+@app.command()
+def doctor() -> None:
+    """Print versions, devices and back ends, and what a run would use."""
+    from dapo_megatron.doctor import diagnose
+
+    raise typer.Exit(diagnose(Console()))
+
+
+def _checked(path: Path, overrides: Sequence[str]) -> RunConfig:
+    """Load and check; remarks go to standard error."""
+    from dapo_megatron.config.validate import check_launch
+
+    tree = load_config(path, overrides)
+    for remark in check_launch(tree, str(path)):
+        typer.echo(f"note: {remark}", err=True)
+    return tree
+
+
+def _serve(tree: RunConfig, folder: Path) -> None:
+    from rollout_service.run import run_service
+
+    run_service(service_settings(tree, folder))
+
+
+def main() -> None:
+    """Entry point of the console command."""
+    # Before anything imports a numerical library.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    try:
+        app()
+    except ConfigError as error:
+        typer.echo(f"error: {error}", err=True)
+        sys.exit(EXIT_CONFIG)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,201 @@
+"""The trainer's sections of the configuration. The service's sections live in `rollout_service.config`.
+
+Every field is read somewhere; unknown keys are refused. Lengths are in tokens, times in seconds.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from rollout_service.config import DataSection, EvaluationSection, RaySection, RolloutSection, Section
+
+
+class RunSection(Section):
+    """Name and place of a run."""
+
+    name: str = Field(
+        min_length=1, pattern=r"^[A-Za-z0-9._-]+$", description="Name of the run; its folder is `<dir>/<name>`."
+    )
+    dir: str = Field("runs", description="Folder that holds the run folders.")
+    seed: int = Field(1234, ge=0, description="Seed of shuffling, sampling and initialisation.")
+
+
+class ModelSection(Section):
+    """The starting checkpoint."""
+
+    path: str = Field(description="Hugging Face folder (config.json, safetensors, tokenizer).")
+    dtype: Literal["float32", "bfloat16"] = Field(
+        "bfloat16", description="Dtype of the trainer's weights; optimizer state and gradients stay float32."
+    )
+    trust_remote_code: bool = Field(
+        False, description="Let transformers run code from the model folder (tokenizer only)."
+    )
+
+
+class ParallelSection(Section):
+    """How the model is split. Data-parallel size = processes / (TP x PP)."""
+
+    tensor_model_parallel_size: int = Field(1, gt=0, description="TP: each layer's weights split over this many ranks.")
+    pipeline_model_parallel_size: int = Field(1, gt=0, description="PP: layers split into this many stages.")
+    sequence_parallel: bool = Field(
+        False, description="Split activations along the sequence between TP regions; needs TP > 1."
+    )
+    nnodes: int = Field(1, gt=0, description="Machines under torchrun.")
+    nproc_per_node: int = Field(1, gt=0, description="Processes per machine.")
+    distributed_timeout_s: float = Field(
+        600.0, gt=0, description="Longest wait in a collective before the rank stops with an error."
+    )
+
+    @property
+    def world_size(self) -> int:
+        return self.nnodes * self.nproc_per_node
+
+    @property
+    def data_parallel_size(self) -> int:
+        return self.world_size // (self.tensor_model_parallel_size * self.pipeline_model_parallel_size)
+
+
+class OptimSection(Section):
+    """AdamW and its schedule. The schedule counts optimizer updates, not steps: one step has prompts_per_step / mini_batch_prompts."""
+
+    lr: float = Field(1e-6, gt=0, description="Peak learning rate.")
+    min_lr: float = Field(0.0, ge=0, description="Final learning rate of a decaying schedule.")
+    lr_decay_style: Literal["constant", "linear", "cosine"] = Field("constant", description="Shape after warm-up.")
+    lr_warmup_steps: int = Field(10, ge=0, description="Warm-up in training steps.")
+    weight_decay: float = Field(0.1, ge=0, description="Decoupled weight decay (not on norms and biases).")
+    adam_beta1: float = Field(0.9, ge=0, lt=1, description="First-moment decay.")
+    adam_beta2: float = Field(0.999, ge=0, lt=1, description="Second-moment decay.")
+    adam_eps: float = Field(1e-8, gt=0, description="Added to the denominator.")
+    clip_grad: float = Field(1.0, ge=0, description="Global gradient norm limit; 0 is off.")
+    use_distributed_optimizer: bool = Field(True, description="Shard optimizer state over data-parallel ranks.")
+
+
+class OffPolicySection(Section):
+    """Correction for the gap between the engines' policy and the trainer's."""
+
+    mode: Literal["decoupled", "bypass"] = Field(
+        "decoupled",
+        description="`decoupled` recomputes the old log-probs with the trainer's weights; `bypass` uses the engines' log-probs as old.",
+    )
+    level: Literal["token", "sequence", "off"] = Field(
+        "token", description="Truncated importance weight per token, per sequence, or none."
+    )
+    cap: float = Field(2.0, gt=0, description="Upper bound C of the importance weight.")
+
+
+class AlgorithmSection(Section):
+    """DAPO (arXiv 2503.14476)."""
+
+    adv_eps: float = Field(1e-6, ge=0, description="Added to the group's standard deviation.")
+    clip_ratio_low: float = Field(0.2, ge=0, lt=1, description="eps_low: the ratio is clipped below 1 - eps_low.")
+    clip_ratio_high: float = Field(
+        0.28, ge=0, description="eps_high: the ratio is clipped above 1 + eps_high (clip-higher)."
+    )
+    clip_ratio_c: float | None = Field(10.0, gt=1, description="Dual-clip bound for negative advantages; null is off.")
+    loss_agg_mode: Literal[
+        "token-mean", "group-token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"
+    ] = Field(
+        "token-mean", description="How token losses become one number; denominators are global to the mini-batch."
+    )
+    off_policy: OffPolicySection = OffPolicySection()
+
+
+class TrainerSection(Section):
+    """The step loop."""
+
+    total_steps: int = Field(gt=0, description="Training steps; each takes one batch and publishes new weights.")
+    mini_batch_prompts: int = Field(
+        32, gt=0, description="Prompts in one optimizer update; divides rollout.prompts_per_step."
+    )
+    max_tokens_per_gpu: int = Field(16384, gt=0, description="Token budget of one packed micro-batch.")
+    logprob_chunk_tokens: int = Field(1024, gt=0, description="Rows of the logits turned into log-probs at a time.")
+    max_nonfinite_updates: int = Field(
+        3, gt=0, description="Skipped updates in a row (NaN or inf) after which the run stops."
+    )
+
+
+class WeightSyncSection(Section):
+    """How new weights reach the engines."""
+
+    transport: Literal["distributed", "disk"] = Field(
+        "distributed", description="`distributed` broadcasts over a gloo or NCCL group; `disk` writes safetensors."
+    )
+    bucket_mb: float = Field(256.0, gt=0, description="Size of one transfer bucket.")
+    timeout_s: float = Field(
+        300.0, gt=0, description="Longest wait for one phase of an update; the error names who did not answer."
+    )
+    probe_samples: int = Field(
+        4,
+        ge=0,
+        description="Samples whose log-probs are compared between trainer and engine after each update; 0 is off.",
+    )
+    probe_tolerance: float | None = Field(
+        None, gt=0, description="Largest allowed difference in nats; beyond it the run stops. null only reports."
+    )
+
+
+class WandbSection(Section):
+    """Weights & Biases."""
+
+    mode: Literal["auto", "online", "offline", "off"] = Field(
+        "auto", description="`auto` is online when a key is set, else offline."
+    )
+    project: str = Field("dapo-megatron", description="Project name.")
+    entity: str | None = Field(None, description="Team or user.")
+
+
+class ObservabilitySection(Section):
+    """Where metrics go; `metrics.jsonl` in the run folder is always written."""
+
+    wandb: WandbSection = WandbSection()
+    samples_per_step: int = Field(2, ge=0, description="Completions written to samples.jsonl at each step.")
+
+
+class RunConfig(Section):
+    """The whole configuration of a run."""
+
+    run: RunSection
+    model: ModelSection
+    data: DataSection
+    rollout: RolloutSection = RolloutSection()
+    evaluation: EvaluationSection = EvaluationSection()
+    ray: RaySection = RaySection()
+    parallel: ParallelSection = ParallelSection()
+    optim: OptimSection = OptimSection()
+    algorithm: AlgorithmSection = AlgorithmSection()
+    trainer: TrainerSection
+    weight_sync: WeightSyncSection = WeightSyncSection()
+    observability: ObservabilitySection = ObservabilitySection()
+    megatron: dict[str, Any] = Field(
+        default_factory=dict,
+        description="Verbatim fields of Megatron's TransformerConfig, OptimizerConfig and DistributedDataParallelConfig.",
+    )
+    sglang: dict[str, Any] = Field(default_factory=dict, description="Verbatim SGLang server arguments.")
+
+    @model_validator(mode="after")
+    def _sections_agree(self) -> RunConfig:
+        p, mini = self.rollout.prompts_per_step, self.trainer.mini_batch_prompts
+        if p % mini:
+            raise ValueError(f"rollout.prompts_per_step={p} is not a multiple of trainer.mini_batch_prompts={mini}")
+        par = self.parallel
+        split = par.tensor_model_parallel_size * par.pipeline_model_parallel_size
+        if par.world_size % split:
+            raise ValueError(
+                f"{par.world_size} processes (nnodes x nproc_per_node) is not a multiple of TP x PP = {split}"
+            )
+        if par.sequence_parallel and par.tensor_model_parallel_size == 1:
+            raise ValueError("parallel.sequence_parallel=true needs parallel.tensor_model_parallel_size above 1")
+        samples = mini * self.rollout.n_samples_per_prompt
+        if samples < par.data_parallel_size:
+            raise ValueError(
+                f"a mini-batch of {samples} samples cannot be spread over {par.data_parallel_size} data-parallel ranks"
+            )
+        longest = self.data.max_prompt_length + self.rollout.max_response_length
+        if self.trainer.max_tokens_per_gpu < longest:
+            raise ValueError(
+                f"trainer.max_tokens_per_gpu={self.trainer.max_tokens_per_gpu} is below the longest sequence, "
+                f"data.max_prompt_length + rollout.max_response_length = {longest}"
+            )
+        return self

@@ -1,0 +1,169 @@
+"""Launch checks: what the configuration says against the model folder and the data files, before anything starts."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+
+from checkpoint_convert.architecture import ModelArchitecture, read_architecture
+from checkpoint_convert.errors import CheckpointError
+from dapo_megatron.config.errors import ConfigError
+from dapo_megatron.config.passthrough import megatron_fields, sglang_fields
+from dapo_megatron.config.sections import RunConfig
+from rollout_service.prompts import check_files
+
+# Any one of these makes a folder loadable by AutoTokenizer.
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+# Fields with which a user splits layers over pipeline stages unevenly.
+_UNEVEN_STAGES = (
+    "num_layers_in_first_pipeline_stage",
+    "num_layers_in_last_pipeline_stage",
+    "pipeline_model_parallel_layout",
+)
+_LARGEST_HEADER_BYTES = 100_000_000
+
+
+def check_launch(config: RunConfig, source: str) -> list[str]:
+    """Check everything that can be known without a process, in a few seconds.
+
+    Args:
+        source: what the user gave, for the error's first line.
+
+    Returns:
+        Remarks worth a line: legal settings that rarely mean what they say.
+
+    Raises:
+        ConfigError: every problem of the model folder, the layout and the data files.
+    """
+    problems = _check_model(config) + _check_data(config)
+    if problems:
+        raise ConfigError(source, problems)
+    return _remarks(config)
+
+
+def _check_model(config: RunConfig) -> list[str]:
+    folder = Path(config.model.path)
+    if not folder.is_dir():
+        return [f"model.path: no folder {folder}; give a Hugging Face folder (config.json, safetensors, tokenizer)"]
+    problems = _check_weight_files(folder)
+    if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+        problems.append(f"model.path: {folder} holds no tokenizer ({', '.join(_TOKENIZER_FILES)})")
+    try:
+        arch = read_architecture(folder)
+    except CheckpointError as error:
+        return [*problems, f"model.path: {error}"]
+    return problems + check_layout(config, arch)
+
+
+def check_layout(config: RunConfig, arch: ModelArchitecture) -> list[str]:
+    """Whether the model can be split as asked, on the trainer's side and on the engines'."""
+    problems = []
+    tp, pp = config.parallel.tensor_model_parallel_size, config.parallel.pipeline_model_parallel_size
+    for key, size in (
+        ("parallel.tensor_model_parallel_size", tp),
+        ("rollout.engine.tp_size", config.rollout.engine.tp_size),
+    ):
+        fits = [n for n in range(1, arch.num_attention_heads + 1) if not _tp_problems(arch, n)]
+        for problem in _tp_problems(arch, size):
+            problems.append(f"{key}={size} {problem}; possible sizes: {', '.join(map(str, fits))}")
+    uneven = any(config.megatron.get(field) is not None for field in _UNEVEN_STAGES)
+    if arch.num_layers % pp and not uneven:
+        divisors = [str(n) for n in range(1, arch.num_layers + 1) if arch.num_layers % n == 0]
+        problems.append(
+            f"parallel.pipeline_model_parallel_size={pp} does not divide the model's {arch.num_layers} layers; use one of "
+            f"{', '.join(divisors)}, or split unevenly with megatron.{_UNEVEN_STAGES[0]}"
+        )
+    longest = config.data.max_prompt_length + config.rollout.max_response_length
+    if longest > arch.max_position_embeddings:
+        problems.append(
+            f"data.max_prompt_length + rollout.max_response_length = {longest} is beyond the model's "
+            f"max_position_embeddings={arch.max_position_embeddings}; lower one of them"
+        )
+    return problems
+
+
+def _tp_problems(arch: ModelArchitecture, tp: int) -> list[str]:
+    problems = []
+    if arch.num_attention_heads % tp:
+        problems.append(f"does not divide the model's {arch.num_attention_heads} attention heads")
+    if arch.num_query_groups % tp and tp % arch.num_query_groups:
+        problems.append(f"neither divides nor is a multiple of the model's {arch.num_query_groups} key/value heads")
+    if arch.ffn_hidden_size % tp:
+        problems.append(f"does not divide the model's intermediate size {arch.ffn_hidden_size}")
+    return problems
+
+
+def _check_weight_files(folder: Path) -> list[str]:
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        try:
+            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        except (ValueError, KeyError, AttributeError) as error:
+            return [f"model.path: {index} is no safetensors index: {error}"]
+        files = [folder / name for name in names]
+    else:
+        files = sorted(folder.glob("*.safetensors"))
+        if not files:
+            return [f"model.path: {folder} holds no *.safetensors file (other weight formats are not read)"]
+    return [f"model.path: {problem}" for file in files if (problem := _safetensors_problem(file)) is not None]
+
+
+def _safetensors_problem(file: Path) -> str | None:
+    """Compare a file's size with what its header promises: finds missing, cut and placeholder files at once."""
+    if not file.is_file():
+        return f"{file} is missing, but the index names it"
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        prefix = stream.read(8)
+        length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else _LARGEST_HEADER_BYTES + 1
+        if length > min(size, _LARGEST_HEADER_BYTES):
+            return f"{file} ({size} bytes) is no safetensors file; was the download complete?"
+        try:
+            header = json.loads(stream.read(length))
+        except ValueError:
+            return f"{file} has an unreadable safetensors header; was the download complete?"
+    end = max((entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"), default=0)
+    expected = 8 + length + end
+    return None if size == expected else f"{file} has {size} bytes instead of {expected}; was the download complete?"
+
+
+def _check_data(config: RunConfig) -> list[str]:
+    """Read every data file once. A hub data set is left to the service, which downloads it."""
+    problems = []
+    files = [path for path in config.data.train if _is_local(path)]
+    if files:
+        try:
+            check_files(config.data.model_copy(update={"train": files}))
+        except ValueError as error:
+            problems.append(f"data.train: {error}")
+    for name, section in config.evaluation.sets.items():
+        if _is_local(section.path):
+            try:
+                check_files(config.data.model_copy(update={"train": [section.path], "max_rows": section.max_rows}))
+            except ValueError as error:
+                problems.append(f"evaluation.sets.{name}.path: {error}")
+    return problems
+
+
+def _is_local(path: str) -> bool:
+    return Path(path).is_absolute()
+
+
+def _remarks(config: RunConfig) -> list[str]:
+    remarks = []
+    steps, warmup = config.trainer.total_steps, config.optim.lr_warmup_steps
+    if warmup >= steps:
+        remarks.append(
+            f"optim.lr_warmup_steps={warmup} is not below trainer.total_steps={steps}: the learning rate only reaches "
+            f"{config.optim.lr * steps / warmup:.3g} of optim.lr={config.optim.lr:g}"
+        )
+    if (config.evaluation.before_training or config.evaluation.after_training) and not config.evaluation.sets:
+        remarks.append("evaluation.sets is empty: no accuracy before and after training")
+    if config.sglang and config.rollout.engine.python is not None:
+        remarks.append("the sglang block is not checked, because rollout.engine.python names another interpreter")
+    elif config.sglang and not sglang_fields():
+        remarks.append("the sglang block is not checked, because SGLang is not installed here")
+    if config.megatron and not megatron_fields():
+        remarks.append("the megatron block is not checked, because Megatron-Core is not installed here")
+    return remarks

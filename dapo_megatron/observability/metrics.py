@@ -1,0 +1,154 @@
+"""The registry of metric names: name, unit, meaning. docs/metrics.md is generated from it.
+
+A name that is not declared here is refused by `MetricsLogger.log`, so that dashboards never meet a name that nobody
+explained. Names follow what users of other trainers know.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One declared name.
+
+    Attributes:
+        name: exact name, or for a family a name with `<placeholder>` parts.
+        unit: `nats`, `tokens`, `s`, `share` (0 to 1), `count`, ...
+        meaning: one sentence.
+    """
+
+    name: str
+    unit: str
+    meaning: str
+
+    @property
+    def pattern(self) -> re.Pattern[str]:
+        """Regular expression of the family; a placeholder stands for one or more characters other than `/`."""
+        parts = re.split(r"<[a-z_]+>", self.name)
+        return re.compile("[^/]+".join(re.escape(part) for part in parts))
+
+
+METRICS: tuple[Metric, ...] = (
+    # The update
+    Metric("actor/pg_loss", "1", "policy loss, mean over the step's mini-batches"),
+    Metric("actor/pg_clipfrac", "share", "response tokens whose loss took the clipped ratio"),
+    Metric("actor/pg_clipfrac_lower", "share", "response tokens with negative advantage stopped by the dual clip"),
+    Metric("actor/ppo_kl", "nats", "mean of old minus new log-prob over the step's response tokens"),
+    Metric(
+        "actor/ppo_kl_first_minibatch",
+        "nats",
+        "the same over the first mini-batch: 0 when old log-probs are recomputed",
+    ),
+    Metric("actor/ratio_mean", "1", "mean ratio of new to old probability over the response tokens"),
+    Metric("actor/entropy", "nats", "mean entropy of the trainer's policy at the response tokens"),
+    Metric("actor/grad_norm", "1", "global gradient norm before clipping, mean over the step's updates"),
+    Metric("actor/lr", "1", "learning rate of the step's last update"),
+    Metric("actor/updates_skipped", "count", "updates skipped in the step because loss or gradient was not finite"),
+    # Scores and lengths of the batch
+    Metric("critic/score/mean", "1", "mean raw score (accuracy for rule rewards)"),
+    Metric("critic/rewards/mean", "1", "mean shaped reward, overlong punishment included"),
+    Metric("critic/rewards/max", "1", "largest shaped reward"),
+    Metric("critic/rewards/min", "1", "smallest shaped reward"),
+    Metric("critic/advantages/mean", "1", "mean advantage over samples"),
+    Metric("critic/advantages/std", "1", "standard deviation of the advantages over samples"),
+    Metric("response_length/mean", "tokens", "mean response length"),
+    Metric("response_length/max", "tokens", "longest response"),
+    Metric("response_length/min", "tokens", "shortest response"),
+    Metric("response_length/clip_ratio", "share", "responses that ended at the length limit"),
+    Metric("prompt_length/mean", "tokens", "mean prompt length, template included"),
+    Metric("prompt_length/max", "tokens", "longest prompt"),
+    # Progress and freshness
+    Metric("training/epoch", "count", "highest epoch among the batch's prompts, from 0"),
+    Metric(
+        "training/off_policy/staleness/mean",
+        "versions",
+        "mean age of the batch's groups: version trained minus oldest version sampled",
+    ),
+    Metric("training/off_policy/staleness/max", "versions", "largest age in the batch"),
+    # Agreement of trainer and engines
+    Metric(
+        "rollout_corr/logprob_abs_diff",
+        "nats",
+        "largest |trainer - engine| log-prob of the probe sequences after the weight update",
+    ),
+    Metric("rollout_corr/logprob_abs_diff_mean", "nats", "mean such difference"),
+    Metric(
+        "rollout_corr/behaviour_abs_diff",
+        "nats",
+        "mean |old - behaviour| log-prob over the batch: staleness and arithmetic together",
+    ),
+    Metric("rollout_corr/behaviour_abs_diff_max", "nats", "largest such difference"),
+    Metric("rollout_corr/k3_kl", "nats", "k3 estimate of KL(behaviour || old)"),
+    Metric("rollout_corr/is_weight_mean", "1", "mean importance weight after truncation"),
+    Metric("rollout_corr/is_capped_fraction", "share", "importance weights that were truncated"),
+    Metric(
+        "rollout_corr/is_eff_sample_size", "share", "effective sample size of the importance weights over their number"
+    ),
+    # Speed
+    Metric("perf/throughput", "tokens/s", "tokens of the batch, prompts included, per second of the step"),
+    Metric("perf/tokens_per_gpu_per_sec", "tokens/s", "the same per trainer process"),
+    Metric("perf/total_num_tokens", "tokens", "tokens of the batch, prompts included"),
+    Metric("perf/response_tokens", "tokens", "response tokens of the batch"),
+    Metric("perf/time_per_step", "s", "wall time of the step"),
+    Metric("perf/mfu/actor", "share", "model FLOPs of the update over the devices' dense peak"),
+    Metric("perf/update_weights_bytes", "bytes", "bytes sent to the engines in the step"),
+    Metric("fully_async/trainer/idle_ratio", "share", "share of the step in which the trainer waited for a batch"),
+    Metric(
+        "fully_async/rollouter/idle_ratio",
+        "share",
+        "share of the step in which the engines had nothing to do or were paused",
+    ),
+)
+
+FAMILIES: tuple[Metric, ...] = (
+    Metric(
+        "timing_s/<phase>",
+        "s",
+        "wall time of a phase: wait, old_log_prob, update_actor, update_weights, probe, evaluate, save, step",
+    ),
+    Metric("timing_s/update_weights/<phase>", "s", "wall time of a part of the weight update"),
+    Metric(
+        "training/filter_groups/<outcome>",
+        "count",
+        "groups since the last step by outcome: kept, solve_all, solve_none, constant, accepted; `share` is the filtered share of the window",
+    ),
+    Metric("val-core/<set>/acc/mean@<k>", "share", "accuracy on a held-out set, mean over k samples (greedy: k = 1)"),
+    Metric("val-core/<set>/acc/best@<k>", "share", "problems with at least one right answer among k samples"),
+    Metric("val-core/<set>/acc/maj@<k>", "share", "problems whose most frequent answer among k samples is right"),
+    Metric("val-core/<set>/<decoding>/acc/mean@<k>", "share", "the same, by decoding: greedy or sampled"),
+    Metric("val-core/<set>/<decoding>/acc/best@<k>", "share", "the same, by decoding: greedy or sampled"),
+    Metric("val-core/<set>/<decoding>/acc/maj@<k>", "share", "the same, by decoding: greedy or sampled"),
+    Metric(
+        "val-aux/<set>/<measure>", "various", "side measures of an evaluation: rows, response length, truncated share"
+    ),
+    Metric("val-aux/<set>/<decoding>/<measure>", "various", "the same, by decoding"),
+    Metric(
+        "rollout/<measure>",
+        "various",
+        "state of the rollout service: slots running, finished, in training, free; engines alive, restarts, requests repeated",
+    ),
+    Metric("rollout/<part>/<measure>", "various", "the same for one part: queue, engine, data"),
+    Metric(
+        "reward/<measure>", "various", "reward pool since the last step: scored, timeouts, crashes, errors, seconds"
+    ),
+)
+
+_EXACT = frozenset(metric.name for metric in METRICS)
+
+
+def is_declared(name: str) -> bool:
+    """Whether a name may be logged."""
+    return name in _EXACT or any(family.pattern.fullmatch(name) for family in FAMILIES)
+
+
+def require_declared(name: str) -> None:
+    """Refuse an undeclared name.
+
+    Raises:
+        KeyError: naming it.
+    """
+    if not is_declared(name):
+        raise KeyError(f"metric {name!r} is not declared: add it to dapo_megatron/observability/metrics.py")
