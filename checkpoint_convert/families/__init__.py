@@ -1,0 +1,10 @@
+"""One table per model family, found by the `model_type` of config.json."""
+
+from __future__ import annotations
+
+from checkpoint_convert.families.llama import LLAMA
+from checkpoint_convert.families.qwen2 import QWEN2
+from checkpoint_convert.families.qwen3 import QWEN3
+from checkpoint_convert.families.table import Family
+
+FAMILIES: dict[str, Family] = {family.model_type: family for family in (LLAMA, QWEN2, QWEN3)}
