@@ -262,11 +262,11 @@ class EngineClient:
             raise EngineError(f"{self.name}: /server_info answered {str(info)[:200]}")
         return info
 
-    async def weight_version(self) -> WeightVersion:
-        """The version of the weights that the engine says it holds."""
+    async def weights(self) -> tuple[WeightVersion, str]:
+        """Version of the weights that the engine says it holds, and the folder that it last loaded from."""
         info = await self._control("GET", "/model_info", None)
         try:
-            return int(info["weight_version"])
+            return int(info["weight_version"]), str(info["model_path"])
         except (KeyError, TypeError, ValueError) as error:
             raise EngineError(f"{self.name}: no whole-number weight version in {str(info)[:200]}") from error
 

@@ -19,6 +19,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,7 @@ from rollout_service.server_process import Device, SglangServer
 log = logging.getLogger(__name__)
 
 HEALTH_TIMEOUT_S = 30.0  # SGLang itself gives a probe 20 s
+STOP_TIMEOUT_S = 5.0
 HEALTH_FAILURES = 3  # in a row, before an engine whose process lives counts as hung
 
 
@@ -109,6 +111,9 @@ class Fleet:
             task.cancel()
         await asyncio.gather(*self._watchers, return_exceptions=True)
         await asyncio.gather(*(self._stop_engine(engine) for engine in self.engines))
+        for engine in self.engines:
+            if engine.actor is not None:
+                ray.kill(engine.actor)  # what it still runs ends with it
 
     def endpoints(self) -> list[EngineEndpoint]:
         return [engine.endpoint for engine in self.engines if engine.client is not None]
@@ -204,10 +209,15 @@ class Fleet:
             EngineError: no engine holds `version`.
         """
         engines, self._updating = self._updating, []
-        reached = await asyncio.gather(*(self._holds(engine, version) for engine in engines))
+        held = await asyncio.gather(*(self._held_weights(engine) for engine in engines))
+        reached = [weights is not None and weights[0] == version for weights in held]
         if not any(reached):
             raise EngineError(f"no engine holds weights of version {version} after the update: {self.states()}")
-        self._publish(version)
+        self.version = version
+        self.published.add(version)
+        for weights in held:
+            if weights is not None and weights[0] == version and weights[1] != self._on_disk[0]:
+                self._on_disk = (weights[1], version)  # the trainer let the engines load a new folder
         for engine, ok in zip(engines, reached, strict=True):
             engine.state = EngineState.READY if ok else EngineState.STALE
             if not ok:
@@ -233,10 +243,6 @@ class Fleet:
             log.error("%s", error)  # resume() finds the version missing there and restarts the engine
         self._on_disk = (path, version)
 
-    def _publish(self, version: WeightVersion) -> None:
-        self.version = version
-        self.published.add(version)
-
     async def _pause_engine(self, engine: Engine) -> bool:
         assert engine.client is not None
         try:
@@ -247,14 +253,14 @@ class Fleet:
             return False
         return True
 
-    async def _holds(self, engine: Engine, version: WeightVersion) -> bool:
+    async def _held_weights(self, engine: Engine) -> tuple[WeightVersion, str] | None:
         if engine.client is None:
-            return False
+            return None
         try:
-            return await engine.client.weight_version() == version
+            return await engine.client.weights()
         except EngineError as error:
             log.error("%s", error)
-            return False
+            return None
 
     async def _continue_engine(self, engine: Engine) -> None:
         assert engine.client is not None
@@ -302,6 +308,8 @@ class Fleet:
             server = ray.remote(SglangServer).options(num_cpus=0, num_gpus=gpus, max_restarts=0)
             engine.actor = server.remote(self._settings, engine.engine_id, self._device)
         path, version = self._on_disk
+        if not Path(path).is_dir() and path != self._settings.model_path:
+            path, version = self._settings.model_path, version - 1  # the export is gone: start stale
         limit = self._settings.rollout.engine.startup_timeout_s + 60.0  # the server's own limit comes first
         try:
             async with asyncio.timeout(limit):
@@ -324,8 +332,9 @@ class Fleet:
             await engine.client.close()
             engine.client = None
         if engine.actor is not None:
+            # An actor that is busy starting its server does not hear this; the caller ends or restarts it.
             with contextlib.suppress(ray.exceptions.RayActorError, TimeoutError):
-                async with asyncio.timeout(12.0):
+                async with asyncio.timeout(STOP_TIMEOUT_S):
                     await engine.actor.stop.remote()
 
     async def _watch(self, engine: Engine) -> None:

@@ -8,10 +8,15 @@ store with the group's name.
 
 from __future__ import annotations
 
+import queue
+import threading
+from collections.abc import Callable
 from datetime import timedelta
 
 import torch
 from torch.distributed import distributed_c10d as c10d
+
+_POLL_S = 0.05
 
 
 def create_publisher_group(
@@ -21,7 +26,8 @@ def create_publisher_group(
     world_size: int,
     group_name: str,
     backend: str,
-    timeout: timedelta,
+    timeout_s: float,
+    abort: Callable[[], None] | None = None,
 ) -> c10d.ProcessGroup:
     """Join the weight update group `group_name` and wait until all members have come.
 
@@ -34,11 +40,14 @@ def create_publisher_group(
         world_size: 1 + tensor parallel ranks of all engines in the group.
         group_name: fresh for each group.
         backend: `gloo` or `nccl`.
-        timeout: longest wait for the members to come, and of each collective.
+        timeout_s: longest wait for the members to come, and of each collective.
+        abort: called while waiting; ends the wait by raising (an engine refused to join and will never come).
 
     Raises:
         torch.distributed.DistError: the members did not come in time, or the port is taken.
+        Exception: whatever `abort` raises.
     """
+    timeout = timedelta(seconds=timeout_s)
     # Not `rendezvous("tcp://...")`: under torchrun that joins the agent's store instead of opening one.
     store = torch.distributed.TCPStore(
         host_name=master_address,
@@ -48,18 +57,45 @@ def create_publisher_group(
         timeout=timeout,
         wait_for_workers=False,
     )
-    group, _ = c10d._new_process_group_helper(
-        world_size,
-        rank,
-        [],  # no global ranks: the members are not ranks of the default group
-        c10d.Backend(backend),
-        c10d.PrefixStore(group_name, store),
-        group_name=group_name,
-        timeout=timeout,
-    )
+
+    def join() -> c10d.ProcessGroup:
+        group, _ = c10d._new_process_group_helper(
+            world_size,
+            rank,
+            [],  # no global ranks: the members are not ranks of the default group
+            c10d.Backend(backend),
+            c10d.PrefixStore(group_name, store),
+            group_name=group_name,
+            timeout=timeout,
+        )
+        return group
+
+    group = join() if abort is None else _watched(join, abort)
     # Lets torch.distributed functions translate ranks: here a rank of the group is its own "global" rank.
     c10d._world.pg_group_ranks[group] = {member: member for member in range(world_size)}
     return group
+
+
+def _watched(join: Callable[[], c10d.ProcessGroup], abort: Callable[[], None]) -> c10d.ProcessGroup:
+    """Run `join` in a thread and call `abort` until it is done; a thread that is given up ends with its timeout."""
+    outcome: queue.SimpleQueue[c10d.ProcessGroup | BaseException] = queue.SimpleQueue()
+
+    def work() -> None:
+        try:
+            outcome.put(join())
+        except BaseException as error:  # handed to the waiting thread, which raises it
+            outcome.put(error)
+
+    threading.Thread(target=work, name="publisher-group", daemon=True).start()
+    while True:
+        try:
+            result = outcome.get(timeout=_POLL_S)
+        except queue.Empty:
+            abort()
+            continue
+        if isinstance(result, BaseException):
+            raise result
+        return result
 
 
 def destroy_publisher_group(group: c10d.ProcessGroup) -> None:

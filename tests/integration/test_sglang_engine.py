@@ -10,7 +10,6 @@ import subprocess
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -213,7 +212,7 @@ def test_distributed_update_over_gloo_gives_the_engine_the_new_weights(served: S
     names = sorted(tensors)
     buckets = [names[::2], names[1::2]]
     port, group_name = free_port(), "update-1"
-    replies: list[BaseException | None] = []
+    replies: list[EngineError] = []
 
     def engine_side(call: Callable[[], None]) -> threading.Thread:
         def catch() -> None:
@@ -236,9 +235,13 @@ def test_distributed_update_over_gloo_gives_the_engine_the_new_weights(served: S
         await client.resume()
         return await running
 
+    def no_refusal() -> None:
+        if replies:
+            raise replies[0]
+
     def publish() -> None:
         join = engine_side(lambda: served.weights.init_group("127.0.0.1", port, 1, 2, group_name, "gloo"))
-        group = create_publisher_group("127.0.0.1", port, 0, 2, group_name, "gloo", timedelta(seconds=30))
+        group = create_publisher_group("127.0.0.1", port, 0, 2, group_name, "gloo", timeout_s=30.0, abort=no_refusal)
         join.join()
         assert not replies
         try:
@@ -266,6 +269,16 @@ def test_distributed_update_over_gloo_gives_the_engine_the_new_weights(served: S
     after = served.run(lambda client: client.generate(PROMPT, {"temperature": 1.0, "max_new_tokens": 30}, "new"))
     assert {version for version, _ in after.versions} == {3}
     np.testing.assert_allclose(after.logprobs, served.expected(NEW, after.ids, 1.0), atol=1e-4)
+
+
+def test_an_engine_that_refuses_to_join_ends_the_publishers_wait(served: Served) -> None:
+    def refused() -> None:
+        raise EngineError("engine 0 refused to join")
+
+    began = time.monotonic()
+    with pytest.raises(EngineError, match="refused to join"):
+        create_publisher_group("127.0.0.1", free_port(), 0, 2, "nobody-comes", "gloo", timeout_s=20.0, abort=refused)
+    assert time.monotonic() - began < 5
 
 
 def test_server_that_cannot_start_says_why(tmp_path: Path) -> None:

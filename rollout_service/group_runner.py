@@ -1,0 +1,244 @@
+"""From one admitted prompt to one complete group: generate G samples, score them, shape their rewards.
+
+A sample that an engine failed to deliver, or that the reward rule could not judge, is generated again (with the
+others of its group kept) up to `rollout.max_group_attempts` times; then the run stops with the causes. A fault is
+never turned into a wrong answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from rollout_service.config import RolloutSection, SamplingSection
+from rollout_service.engine import EngineError
+from rollout_service.fleet import Fleet
+from rollout_service.rewards import Score
+from rollout_service.rewards.overlong import shape_reward
+from rollout_service.rewards.pool import RewardPool
+from rollout_service.sample import FinishReason, Group, Sample
+
+log = logging.getLogger(__name__)
+
+Decode = Callable[[Sequence[int]], str]
+
+
+class GroupFailed(RuntimeError):
+    """A group could not be completed within `rollout.max_group_attempts`; the message names prompt and causes."""
+
+
+class SampleFault(RuntimeError):
+    """One sample could not be used; the message says why."""
+
+
+def sampling_parameters(sampling: SamplingSection, max_new_tokens: int, stop_token_ids: list[int]) -> dict[str, Any]:
+    """SGLang's `sampling_params`. Temperature 0 is greedy there, too.
+
+    `skip_special_tokens` and the like are left alone: only token ids are used.
+    """
+    return {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "min_p": sampling.min_p,
+        "max_new_tokens": max_new_tokens,
+        "stop_token_ids": stop_token_ids,
+    }
+
+
+def sampling_seed(*parts: object) -> int:
+    """A seed of 31 bits from any parts, the same in every run and process.
+
+    SGLang reads it only with `sglang.enable_deterministic_inference`, where requests without a seed would all share
+    one and the samples of a group would be copies.
+    """
+    digest = hashlib.blake2s(repr(parts).encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "big") >> 1
+
+
+@dataclass(slots=True)
+class RunnerCounters:
+    """Totals since the start."""
+
+    samples: int = 0
+    tokens: int = 0
+    retried_samples: int = 0
+    generate_s: float = 0.0
+    reward_s: float = 0.0
+    faults: dict[str, int] = field(default_factory=dict)
+
+
+class GroupRunner:
+    """Generates and scores groups on a fleet.
+
+    Args:
+        decode: token ids to text, special tokens left out; for the reward rule and logs.
+        seed: of the run.
+    """
+
+    def __init__(
+        self,
+        rollout: RolloutSection,
+        fleet: Fleet,
+        rewards: RewardPool,
+        decode: Decode,
+        stop_token_ids: list[int],
+        seed: int,
+    ) -> None:
+        self._rollout = rollout
+        self._fleet = fleet
+        self._rewards = rewards
+        self._decode = decode
+        self._stop_token_ids = stop_token_ids
+        self._seed = seed
+        self.counters = RunnerCounters()
+
+    async def run_training_group(
+        self, order: int, prompt_id: str, epoch: int, prompt_ids: np.ndarray, answer: str, text: str
+    ) -> Group:
+        """Complete the training group admitted as number `order`.
+
+        Raises:
+            GroupFailed: it cannot be completed.
+        """
+        admitted_version = self._fleet.version
+        samples, attempts = await self.run(
+            f"group-{order}",
+            prompt_ids,
+            answer,
+            self._rollout.sampling,
+            self._rollout.n_samples_per_prompt,
+            priority=(1, order),
+            what=f"prompt {prompt_id!r} (epoch {epoch}, admitted as number {order})",
+        )
+        return Group(
+            order=order,
+            prompt_id=prompt_id,
+            epoch=epoch,
+            prompt_ids=prompt_ids,
+            answer=answer,
+            samples=samples,
+            attempt=attempts,
+            admitted_version=admitted_version,
+            prompt_text=text,
+        )
+
+    async def run(
+        self,
+        name: str,
+        prompt_ids: np.ndarray,
+        answer: str,
+        sampling: SamplingSection,
+        n: int,
+        priority: tuple[int, ...],
+        what: str,
+    ) -> tuple[list[Sample], int]:
+        """Generate and score `n` samples of one prompt.
+
+        Args:
+            name: unique among running requests.
+            priority: smaller goes first.
+            what: the prompt, in words for an error message.
+
+        Returns:
+            The samples, and the number of attempts that the slowest of them took.
+
+        Raises:
+            GroupFailed: a sample failed `rollout.max_group_attempts` times.
+        """
+        ids = [int(token) for token in prompt_ids]
+        params = sampling_parameters(sampling, self._rollout.max_response_length, self._stop_token_ids)
+        limit = self._rollout.max_group_attempts
+        samples: list[Sample | None] = [None] * n
+        causes: list[str] = []
+        attempt = 0
+        while missing := [index for index, sample in enumerate(samples) if sample is None]:
+            if attempt == limit:
+                raise GroupFailed(
+                    f"{what}: {len(missing)} of {n} samples still failed after {limit} attempts "
+                    f"(rollout.max_group_attempts). Causes: {'; '.join(dict.fromkeys(causes))}"
+                )
+            attempt += 1
+            calls = [
+                self._one(
+                    f"{name}-{attempt}-{index}",
+                    ids,
+                    params | {"sampling_seed": sampling_seed(self._seed, name, attempt, index)},
+                    answer,
+                    (*priority, index),
+                )
+                for index in missing
+            ]
+            for index, result in zip(missing, await _gather(calls), strict=True):
+                if isinstance(result, Sample):
+                    samples[index] = result
+                else:
+                    causes.append(str(result))
+                    self.counters.retried_samples += 1
+                    log.warning("%s, sample %d, attempt %d of %d: %s", what, index, attempt, limit, result)
+        return [sample for sample in samples if sample is not None], attempt
+
+    async def _one(
+        self, rid: str, ids: list[int], params: dict[str, Any], answer: str, priority: tuple[int, ...]
+    ) -> Sample | EngineError | SampleFault:
+        """One sample, or what went wrong with it."""
+        began = time.monotonic()
+        try:
+            completion = await self._fleet.generate(ids, params, rid, priority)
+        except EngineError as error:
+            self._fault("engine")
+            return error
+        generated = time.monotonic()
+        if completion.finish_reason is FinishReason.ABORT:
+            self._fault("abort")
+            return SampleFault(f"{rid} was aborted after {len(completion.ids)} tokens")
+        sample = Sample(
+            response_ids=completion.ids,
+            behaviour_logprobs=completion.logprobs,
+            versions=completion.versions,
+            finish_reason=completion.finish_reason,
+            text=self._decode(completion.ids.tolist()),
+        )
+        score = await self._score(answer, sample)
+        if score.error is not None:
+            self._fault(score.error)
+            return SampleFault(f"{rid}: {score.error} on a response that ends {sample.text[-80:]!r}")
+        sample.validate()
+        sample.acc = score.acc
+        sample.reward, sample.reward_details = shape_reward(score, len(completion.ids), self._rollout)
+        scored = time.monotonic()
+        sample.timings = {"generate": generated - began, "reward": scored - generated}
+        self.counters.samples += 1
+        self.counters.tokens += len(completion.ids)
+        self.counters.generate_s += generated - began
+        self.counters.reward_s += scored - generated
+        return sample
+
+    async def _score(self, answer: str, sample: Sample) -> Score:
+        """The rule's verdict; asked once more after a fault, which may be the worker's and not the response's."""
+        score = await self._rewards.score(answer, sample.text, sample.truncated)
+        if score.error is None:
+            return score
+        return await self._rewards.score(answer, sample.text, sample.truncated)
+
+    def _fault(self, kind: str) -> None:
+        self.counters.faults[kind] = self.counters.faults.get(kind, 0) + 1
+
+
+async def _gather(calls: list[Any]) -> list[Any]:
+    """`asyncio.gather`, but an exception or a cancellation ends the other calls before it goes on."""
+    tasks = [asyncio.ensure_future(call) for call in calls]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        unfinished = [task for task in tasks if not task.done()]
+        for task in unfinished:
+            task.cancel()
+        await asyncio.gather(*unfinished, return_exceptions=True)
