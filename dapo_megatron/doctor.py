@@ -18,6 +18,7 @@ from pathlib import Path
 
 import psutil
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 PROBE_TIMEOUT_S = 120.0
@@ -85,23 +86,27 @@ def probe(code: str) -> Probe:
     return Probe(None, complaints[-1] if complaints else f"exit code {done.returncode}")
 
 
-def look_at(library: Library) -> tuple[str, str, bool]:
-    """`(version, state in words, usable)`."""
+def look_at(library: Library, device: str) -> tuple[str, str, bool]:
+    """`(version, state in words, usable)`. `device` is the platform's name."""
     try:
         version = importlib.metadata.version(library.distribution)
     except importlib.metadata.PackageNotFoundError:
-        return "-", "not installed", False
-    result = probe(f"import {library.module}; print('ok')")
-    return (version, "imports", True) if result.output == "ok" else (version, f"import fails: {result.error}", False)
+        return "-", f"not installed (for {library.purpose})", False
+    # A stock SGLang imports on a CPU only as the engines' start file prepares it.
+    before = "import rollout_service.sglang_cpu_server; " if library.module == "sglang" and device != "cuda" else ""
+    result = probe(f"{before}import {library.module}; print('ok')")
+    if result.output == "ok":
+        return version, "imports", True
+    return version, f"import fails (for {library.purpose}): {result.error}", False
 
 
 def diagnose(console: Console) -> int:
     """Print the report. Returns 0, or 1 when something that a run needs is missing."""
-    with ThreadPoolExecutor(PROBES_AT_ONCE) as pool:
-        platform_probe = pool.submit(probe, _PLATFORM_PROBE)
-        states = list(pool.map(look_at, LIBRARIES))
-        found = platform_probe.result()
     console.print(_machine_table())
+    found = probe(_PLATFORM_PROBE)
+    device = json.loads(found.output)["name"] if found.output is not None else "unknown"
+    with ThreadPoolExecutor(PROBES_AT_ONCE) as pool:
+        states = list(pool.map(lambda library: look_at(library, device), LIBRARIES))
     console.print(_library_table(states))
     console.print(_choice_table(found, {lib.title: state[2] for lib, state in zip(LIBRARIES, states, strict=True)}))
     missing = [lib.title for lib, state in zip(LIBRARIES, states, strict=True) if lib.needed and not state[2]]
@@ -133,7 +138,7 @@ def _library_table(states: list[tuple[str, str, bool]]) -> Table:
     table = _table("libraries")
     for library, (version, words, usable) in zip(LIBRARIES, states, strict=True):
         style = "green" if usable else "red" if library.needed else "yellow"
-        table.add_row(library.title, version, f"[{style}]{words}[/{style}]", f"for {library.purpose}")
+        table.add_row(library.title, version, f"[{style}]{escape(words)}[/{style}]")
     return table
 
 

@@ -29,8 +29,8 @@ from dapo_megatron.observability.summary import read_summary, summary_table
 from dapo_megatron.run_folder import RESOLVED_CONFIG, RunLock, prepare_run_folder
 
 POLL_S = 0.25
-# After SIGTERM, before SIGKILL.
-GRACE_S = 10.0
+# After SIGTERM, before SIGKILL: the service promises to have ended its processes within this time.
+GRACE_S = 15.0
 # When one process fails the other often follows; waiting shows which of the two holds the cause.
 ATTRIBUTION_S = 3.0
 # The trainer ends the service before it writes its last files.

@@ -33,7 +33,7 @@ rm -f "$STAMP"
 "$VENV/bin/python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
     fail "$VENV holds $("$VENV/bin/python" --version), but Python 3.11 or newer is needed; remove it and call again"
 
-pip() { "$VENV/bin/python" -m pip --quiet --disable-pip-version-check "$@"; }
+pip() { "$VENV/bin/python" -m pip -qq --disable-pip-version-check "$@"; }
 # pip's remarks that SGLang's CUDA dependencies are absent are expected and would only worry the reader.
 pip_no_deps() { pip install --no-deps "$@" 2> >(grep -v -e 'dependency resolver' -e ' requires .* not installed' -e ' requires .* but you have ' >&2 || true); }
 

@@ -11,7 +11,7 @@ from checkpoint_convert.errors import CheckpointError
 from dapo_megatron.config.errors import ConfigError
 from dapo_megatron.config.passthrough import megatron_fields, sglang_fields
 from dapo_megatron.config.sections import RunConfig
-from rollout_service.prompts import check_files
+from rollout_service.prompts import DataError, check_files
 
 # Any one of these makes a folder loadable by AutoTokenizer.
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
@@ -131,23 +131,16 @@ def _safetensors_problem(file: Path) -> str | None:
 def _check_data(config: RunConfig) -> list[str]:
     """Read every data file once. A hub data set is left to the service, which downloads it."""
     problems = []
-    files = [path for path in config.data.train if _is_local(path)]
-    if files:
-        try:
-            check_files(config.data.model_copy(update={"train": files}))
-        except ValueError as error:
-            problems.append(f"data.train: {error}")
+    try:
+        check_files(config.data)
+    except DataError as error:
+        problems.append(f"data.train: {error}")
     for name, section in config.evaluation.sets.items():
-        if _is_local(section.path):
-            try:
-                check_files(config.data.model_copy(update={"train": [section.path], "max_rows": section.max_rows}))
-            except ValueError as error:
-                problems.append(f"evaluation.sets.{name}.path: {error}")
+        try:
+            check_files(config.data.model_copy(update={"train": [section.path], "max_rows": section.max_rows}))
+        except DataError as error:
+            problems.append(f"evaluation.sets.{name}.path: {error}")
     return problems
-
-
-def _is_local(path: str) -> bool:
-    return Path(path).is_absolute()
 
 
 def _remarks(config: RunConfig) -> list[str]:

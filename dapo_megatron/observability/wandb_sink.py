@@ -86,8 +86,12 @@ class WandbSink:
             logger.warning("W&B: %d calls failed; metrics.jsonl in the run folder is complete", self.failures)
 
     def _finish(self, run: Any) -> None:
+        import wandb
+
         try:
             run.finish()
+            # W&B keeps a process for further runs, which would outlive this one.
+            wandb.teardown()
         except Exception as error:  # whatever W&B raises, training goes on without it
             self._failed("finish", error)
 
