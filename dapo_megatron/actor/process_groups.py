@@ -1,0 +1,103 @@
+"""Process groups: `torch.distributed` plus Megatron's parallel state, started once per rank."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from dapo_megatron.config.sections import ParallelSection
+from dapo_megatron.platform import Platform
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where this rank stands.
+
+    Attributes:
+        rank, world_size: in the whole job.
+        tp_rank, tp_size; pp_rank, pp_size; dp_rank, dp_size: along each axis.
+        device: this rank's device.
+    """
+
+    rank: int
+    world_size: int
+    tp_rank: int
+    tp_size: int
+    pp_rank: int
+    pp_size: int
+    dp_rank: int
+    dp_size: int
+    device: torch.device
+
+    @property
+    def is_last_stage(self) -> bool:
+        return self.pp_rank == self.pp_size - 1
+
+    @property
+    def is_publisher(self) -> bool:
+        """One rank per pipeline stage sends that stage's weights to the engines: TP rank 0 of the first replica."""
+        return self.tp_rank == 0 and self.dp_rank == 0
+
+    @property
+    def reports_loss(self) -> bool:
+        """Ranks whose metric sums count: TP rank 0 of the last stage, in each data-parallel replica."""
+        return self.is_last_stage and self.tp_rank == 0
+
+
+def initialize(parallel: ParallelSection, platform: Platform, seed: int) -> Layout:
+    """Join the job that torchrun started and split it into Megatron's groups.
+
+    Args:
+        parallel: sizes; their product must match torchrun's world size.
+        seed: seed of Megatron's random-number tracker.
+
+    Raises:
+        RuntimeError: not started by torchrun, or with another number of processes than the configuration says.
+    """
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    missing = [
+        name for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ
+    ]
+    if missing:
+        raise RuntimeError(f"{', '.join(missing)} not set: start the trainer with torchrun, or use `dapo run`")
+    world_size = int(os.environ["WORLD_SIZE"])
+    if world_size != parallel.world_size:
+        raise RuntimeError(
+            f"torchrun started {world_size} processes, but parallel.nnodes x parallel.nproc_per_node = {parallel.world_size}; "
+            "make them agree"
+        )
+    device = platform.device(int(os.environ["LOCAL_RANK"]))
+    timeout = timedelta(seconds=parallel.distributed_timeout_s)
+    dist.init_process_group(backend=platform.dist_backend, timeout=timeout)
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=parallel.tensor_model_parallel_size,
+        pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
+        distributed_timeout_minutes=max(1, round(parallel.distributed_timeout_s / 60)),
+    )
+    model_parallel_cuda_manual_seed(seed)
+    return Layout(
+        rank=dist.get_rank(),
+        world_size=world_size,
+        tp_rank=parallel_state.get_tensor_model_parallel_rank(),
+        tp_size=parallel_state.get_tensor_model_parallel_world_size(),
+        pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
+        pp_size=parallel_state.get_pipeline_model_parallel_world_size(),
+        dp_rank=parallel_state.get_data_parallel_rank(),
+        dp_size=parallel_state.get_data_parallel_world_size(),
+        device=device,
+    )
+
+
+def shutdown() -> None:
+    """Leave the job; safe to call when it was never joined."""
+    from megatron.core import parallel_state
+
+    if dist.is_initialized():
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()

@@ -1,0 +1,138 @@
+"""Metrics of one step, and the summary of a run, from sums that the ranks have already added up."""
+
+from __future__ import annotations
+
+import statistics
+from typing import Any
+
+import numpy as np
+
+from dapo_megatron.actor.actor import UpdateResult
+from dapo_megatron.config.sections import RunConfig
+from dapo_megatron.resharder.probe import ProbeResult
+from dapo_megatron.resharder.transport import SyncReport
+from dapo_megatron.step_batch import StepBatch
+from rollout_service.sample import Ticket
+
+
+def step_metrics(
+    ticket: Ticket,
+    batch: StepBatch,
+    updates: list[UpdateResult],
+    sync: SyncReport,
+    probe: ProbeResult | None,
+    seconds: dict[str, float],
+    config: RunConfig,
+    *,
+    trainer_version: int,
+) -> dict[str, float]:
+    """All metrics of one step by name; see `observability.metrics` for units and meanings."""
+    metrics = _update_metrics(updates) | _data_metrics(ticket, config, trainer_version)
+    advantages = batch.advantages.double()
+    metrics |= {"critic/advantages/mean": float(advantages.mean()), "critic/advantages/std": float(advantages.std())}
+    metrics |= {f"timing_s/{phase}": value for phase, value in seconds.items()}
+    metrics |= {f"timing_s/update_weights/{phase}": value for phase, value in sync.seconds.items()}
+    step_s = seconds["step"]
+    metrics |= {
+        "perf/total_num_tokens": float(batch.total_tokens),
+        "perf/response_tokens": float(batch.response_tokens),
+        "perf/time_per_step": step_s,
+        "perf/throughput": batch.total_tokens / step_s,
+        "perf/tokens_per_gpu_per_sec": batch.total_tokens / step_s / config.parallel.world_size,
+        "perf/update_weights_bytes": float(sync.bytes),
+        "fully_async/trainer/idle_ratio": seconds["wait"] / step_s,
+    }
+    if probe is not None:
+        metrics |= {
+            "rollout_corr/logprob_abs_diff": probe.max_abs_diff,
+            "rollout_corr/logprob_abs_diff_mean": probe.mean_abs_diff,
+        }
+    return metrics | ticket.stats
+
+
+def _update_metrics(updates: list[UpdateResult]) -> dict[str, float]:
+    def total(key: str) -> float:
+        return sum(u.metrics[key] for u in updates)
+
+    tokens = total("tokens")
+    is_weight, is_weight_sq = total("is_weight"), total("is_weight_sq")
+    first = updates[0].metrics
+    applied = [u for u in updates if u.step.applied]
+    return {
+        "actor/pg_loss": total("loss") / len(updates),
+        "actor/pg_clipfrac": total("pg_clipfrac") / tokens,
+        "actor/pg_clipfrac_lower": total("pg_clipfrac_lower") / tokens,
+        "actor/ppo_kl": total("ppo_kl") / tokens,
+        "actor/ppo_kl_first_minibatch": first["ppo_kl"] / first["tokens"],
+        "actor/ratio_mean": total("ratio") / tokens,
+        "actor/entropy": total("entropy") / tokens,
+        "actor/grad_norm": statistics.fmean(u.step.grad_norm for u in updates),
+        "actor/lr": updates[-1].step.lr,
+        "actor/updates_skipped": float(len(updates) - len(applied)),
+        "rollout_corr/behaviour_abs_diff": total("logprob_abs_diff") / tokens,
+        "rollout_corr/behaviour_abs_diff_max": max(u.metrics["logprob_abs_diff_max"] for u in updates),
+        "rollout_corr/k3_kl": total("k3_kl") / tokens,
+        "rollout_corr/is_weight_mean": is_weight / tokens,
+        "rollout_corr/is_capped_fraction": total("is_capped") / tokens,
+        "rollout_corr/is_eff_sample_size": is_weight**2 / (tokens * is_weight_sq) if is_weight_sq else 0.0,
+    }
+
+
+def _data_metrics(ticket: Ticket, config: RunConfig, trainer_version: int) -> dict[str, float]:
+    groups = ticket.groups
+    lengths = np.concatenate([g.response_lengths for g in groups])
+    rewards = np.concatenate([g.rewards for g in groups])
+    acc = np.concatenate([g.acc for g in groups])
+    staleness = np.array([trainer_version - g.oldest_version for g in groups])
+    return {
+        "critic/score/mean": float(acc.mean()),
+        "critic/rewards/mean": float(rewards.mean()),
+        "critic/rewards/max": float(rewards.max()),
+        "critic/rewards/min": float(rewards.min()),
+        "response_length/mean": float(lengths.mean()),
+        "response_length/max": float(lengths.max()),
+        "response_length/min": float(lengths.min()),
+        "response_length/clip_ratio": float(np.concatenate([g.truncated for g in groups]).mean()),
+        "prompt_length/mean": float(np.mean([g.prompt_length for g in groups])),
+        "prompt_length/max": float(max(g.prompt_length for g in groups)),
+        "training/off_policy/staleness/mean": float(staleness.mean()),
+        "training/off_policy/staleness/max": float(staleness.max()),
+        "training/epoch": float(max(g.epoch for g in groups)),
+    }
+
+
+def summarise(
+    history: list[dict[str, float]],
+    before: dict[str, Any],
+    after: dict[str, Any],
+    phases_s: dict[str, float],
+    service_totals: dict[str, float],
+    wall_time_s: float,
+) -> dict[str, Any]:
+    """The content of `summary.json`; accuracies are of the first evaluation set, None where it was not evaluated."""
+
+    def accuracy(results: dict[str, Any], mode: str) -> float | None:
+        first = next(iter(results.values()), {})
+        return first[mode]["acc"] if first.get(mode) else None
+
+    def column(name: str) -> list[float]:
+        return [m[name] for m in history if name in m]
+
+    loop_s = phases_s["train_loop"]
+    diffs = column("rollout_corr/logprob_abs_diff")
+    return {
+        "accuracy_before_sampled": accuracy(before, "sampled"),
+        "accuracy_before_greedy": accuracy(before, "greedy"),
+        "accuracy_after_sampled": accuracy(after, "sampled"),
+        "accuracy_after_greedy": accuracy(after, "greedy"),
+        "steps": len(history),
+        "wall_time_s": wall_time_s,
+        "tokens_per_s": sum(column("perf/total_num_tokens")) / loop_s if loop_s else 0.0,
+        "staleness_mean": statistics.fmean(column("training/off_policy/staleness/mean")),
+        "staleness_max": max(column("training/off_policy/staleness/max")),
+        "weight_sync_s_median": statistics.median(column("timing_s/update_weights")),
+        "logprob_abs_diff_max": max(diffs) if diffs else None,
+        "ppo_kl_first_minibatch_max": max(abs(v) for v in column("actor/ppo_kl_first_minibatch")),
+        "phases_s": phases_s,
+        "service": service_totals,
+    }

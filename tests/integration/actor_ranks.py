@@ -1,0 +1,180 @@
+"""What each rank does in the layout tests: build a real Megatron actor, compute, and report plain NumPy results."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rollout_service.sample import GroupMeta, Ticket
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Parallel sizes of one case; data-parallel size follows from the number of ranks."""
+
+    tp: int = 1
+    pp: int = 1
+    sequence_parallel: bool = False
+    max_tokens: int = 256
+
+    @property
+    def name(self) -> str:
+        return f"tp{self.tp}pp{self.pp}{'sp' if self.sequence_parallel else ''}mb{self.max_tokens}"
+
+
+def make_config(
+    model_dir: str, layout: Layout, world_size: int, *, groups: int, group_size: int, **sections: Any
+) -> Any:
+    """A RunConfig for `groups` prompts of `group_size` samples in one mini-batch, unless `sections` say otherwise."""
+    from dapo_megatron.config.sections import RunConfig
+
+    tree: dict[str, Any] = {
+        "run": {"name": "test"},
+        "model": {"path": model_dir, "dtype": "float32"},
+        "data": {"train": ["unused"], "max_prompt_length": 32},
+        "rollout": {"prompts_per_step": groups, "n_samples_per_prompt": group_size, "max_response_length": 48},
+        "parallel": {
+            "tensor_model_parallel_size": layout.tp,
+            "pipeline_model_parallel_size": layout.pp,
+            "sequence_parallel": layout.sequence_parallel,
+            "nproc_per_node": world_size,
+            "distributed_timeout_s": 120,
+        },
+        "optim": {"lr": 1e-3, "lr_warmup_steps": 0, "clip_grad": 0.5},
+        "trainer": {
+            "total_steps": 3,
+            "mini_batch_prompts": groups,
+            "max_tokens_per_gpu": layout.max_tokens,
+            "logprob_chunk_tokens": 7,
+        },
+    }
+    for section, values in sections.items():
+        tree[section] = tree.get(section, {}) | values
+    return RunConfig.model_validate(tree)
+
+
+def make_groups(vocab: int, groups: int, group_size: int, seed: int) -> list[dict[str, Any]]:
+    """Random packed groups with ragged lengths, mixed rewards and behaviour log-probs; group g has prompt g."""
+    rng = np.random.default_rng(seed)
+    made = []
+    for _ in range(groups):
+        lengths = rng.integers(1, 40, group_size)
+        total = int(lengths.sum())
+        made.append(
+            {
+                "packed": {
+                    "prompt_ids": rng.integers(4, vocab, rng.integers(2, 20)).astype(np.int32),
+                    "response_ids": rng.integers(4, vocab, total).astype(np.int32),
+                    "behaviour_logprobs": (-4 + rng.normal(0, 0.5, total)).astype(np.float32),
+                    "token_versions": np.zeros(total, np.int32),
+                    "offsets": np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
+                },
+                "rewards": rng.choice([-1.0, 1.0, 0.3], group_size).astype(np.float32),
+            }
+        )
+    return made
+
+
+def make_ticket(groups: list[dict[str, Any]]) -> Ticket:
+    """A ticket whose references are indices into `groups`."""
+    metas = []
+    for order, group in enumerate(groups):
+        lengths = np.diff(group["packed"]["offsets"]).astype(np.int32)
+        metas.append(
+            GroupMeta(
+                order=order,
+                prompt_id=f"p{order}",
+                epoch=0,
+                prompt_length=len(group["packed"]["prompt_ids"]),
+                response_lengths=lengths,
+                rewards=group["rewards"],
+                acc=(group["rewards"] > 0).astype(np.float32),
+                truncated=np.zeros(len(lengths), bool),
+                oldest_version=0,
+                newest_version=0,
+                admitted_version=0,
+            )
+        )
+    return Ticket(step=1, groups=metas, refs=list(range(len(groups))), stats={})
+
+
+def run_layouts(
+    cases: list[tuple[str, Layout]],
+    groups: list[dict[str, Any]],
+    group_size: int,
+    updates: int,
+    export_to: str | None = None,
+) -> dict[str, dict[str, Any]]:
+    """On one rank: for each (model folder, layout) log-probs, one loss and gradient norm, and weights after `updates` updates.
+
+    Results are keyed `<folder name>/<layout name>`; log-probs are keyed by sample and only on ranks that report a loss.
+    """
+    from dapo_megatron.platform import current_platform
+
+    platform = current_platform()
+    from checkpoint_convert.architecture import read_architecture
+    from dapo_megatron.actor.actor import Actor
+    from dapo_megatron.actor.process_groups import initialize, shutdown
+    from dapo_megatron.resharder.disk import write_hf_folder
+    from dapo_megatron.resharder.gather import gather_buckets, stage_publishers
+    from dapo_megatron.step_batch import assemble
+
+    world_size = int(os.environ["WORLD_SIZE"])
+    first_port = int(os.environ["MASTER_PORT"])
+    results: dict[str, dict[str, Any]] = {}
+    for index, (model_dir, layout) in enumerate(cases):
+        os.environ["MASTER_PORT"] = str(first_port + index)
+        config = make_config(model_dir, layout, world_size, groups=len(groups), group_size=group_size)
+        here = initialize(config.parallel, platform, seed=1)
+        actor = Actor(config, read_architecture(model_dir), here, platform)
+        actor.load_hf(model_dir)
+        batch = assemble(
+            make_ticket(groups),
+            lambda refs: [groups[r]["packed"] for r in refs],
+            config,
+            dp_rank=here.dp_rank,
+            dp_size=here.dp_size,
+        )
+        (micro_batches,) = batch.mini_batches
+        outputs = actor.logprobs([m.packed for m in micro_batches])
+        result: dict[str, Any] = {"logprobs": {}, "entropy": {}}
+        if here.reports_loss:
+            for micro, (logprobs, entropy) in zip(micro_batches, outputs, strict=True):
+                for position, sample in enumerate(micro.samples):
+                    of_sample = micro.packed.sample_index == position
+                    result["logprobs"][sample] = logprobs[of_sample].numpy()
+                    result["entropy"][sample] = entropy[of_sample].numpy()
+        old = [pair[0] for pair in outputs] if outputs else [None] * len(micro_batches)
+        loss_batches = [m.with_old_logprobs(o) for m, o in zip(micro_batches, old, strict=True)]
+        for update in range(updates):
+            done = actor.update(loss_batches)
+            result.setdefault("metrics", done.metrics)
+            result.setdefault("grad_norm", done.step.grad_norm)
+            assert done.step.applied, f"update {update} was skipped"
+        if export_to is not None:
+            target = Path(export_to) / f"{Path(model_dir).name}-{layout.name}"
+            buckets = iter(())
+            if here.dp_rank == 0:
+                buckets = gather_buckets(
+                    actor.chunks,
+                    actor.mapping,
+                    here,
+                    dtype=next(actor.chunks[0].parameters()).dtype,
+                    bucket_bytes=20_000,
+                )
+            write_hf_folder(
+                actor.mapping,
+                buckets,
+                here,
+                stage_publishers(here),
+                target=target,
+                source=Path(model_dir),
+                dtype=next(actor.chunks[0].parameters()).dtype,
+            )
+        results[f"{Path(model_dir).name}/{layout.name}"] = result
+        shutdown()
+    return results

@@ -1,0 +1,79 @@
+"""Run a function in several real processes that form a torch.distributed job, as torchrun would start them."""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+import socket
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+
+def free_port() -> int:
+    """A TCP port on loopback that was free a moment ago."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout_s: float = 240.0) -> list[Any]:
+    """Call `function(*args)` on every rank of a new job and return the results in rank order.
+
+    The function is imported by the child processes, so it must be defined at module level. It joins the job by itself
+    (`init_process_group`, or `dapo_megatron.actor.process_groups.initialize`).
+
+    Raises:
+        AssertionError: a rank raised (its traceback is the message), died, or did not finish in time.
+    """
+    context = mp.get_context("spawn")
+    results: mp.Queue = context.Queue()
+    port = free_port()
+    processes = [
+        context.Process(target=_child, args=(rank, world_size, port, function, args, results), daemon=True)
+        for rank in range(world_size)
+    ]
+    for process in processes:
+        process.start()
+    collected: dict[int, Any] = {}
+    deadline = time.monotonic() + timeout_s
+    try:
+        while len(collected) < world_size:
+            if results.empty():
+                dead = [r for r, p in enumerate(processes) if r not in collected and p.exitcode not in (None, 0)]
+                assert not dead, f"ranks {dead} died with exit codes {[processes[r].exitcode for r in dead]}"
+                assert time.monotonic() < deadline, (
+                    f"ranks {sorted(set(range(world_size)) - set(collected))} still run after {timeout_s} s"
+                )
+                time.sleep(0.02)
+                continue
+            rank, error, value = results.get()
+            assert error is None, f"rank {rank} failed:\n{error}"
+            collected[rank] = value
+    finally:
+        for process in processes:
+            if len(collected) == world_size:
+                process.join(10)
+            if process.is_alive():
+                process.kill()
+            process.join()
+    return [collected[rank] for rank in range(world_size)]
+
+
+def _child(
+    rank: int, world_size: int, port: int, function: Callable[..., Any], args: tuple[Any, ...], results: Any
+) -> None:
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": "1",
+    }
+    try:
+        results.put((rank, None, function(*args)))
+    except BaseException:
+        results.put((rank, traceback.format_exc(), None))
+        raise
