@@ -116,6 +116,8 @@ def run_layouts(
     from dapo_megatron.platform import current_platform
 
     platform = current_platform()
+    from megatron.core import parallel_state
+
     from checkpoint_convert.architecture import read_architecture
     from dapo_megatron.actor.actor import Actor
     from dapo_megatron.actor.process_groups import initialize, shutdown
@@ -124,10 +126,8 @@ def run_layouts(
     from dapo_megatron.step_batch import assemble
 
     world_size = int(os.environ["WORLD_SIZE"])
-    first_port = int(os.environ["MASTER_PORT"])
     results: dict[str, dict[str, Any]] = {}
-    for index, (model_dir, layout) in enumerate(cases):
-        os.environ["MASTER_PORT"] = str(first_port + index)
+    for model_dir, layout in cases:
         config = make_config(model_dir, layout, world_size, groups=len(groups), group_size=group_size)
         here = initialize(config.parallel, platform, seed=1)
         actor = Actor(config, read_architecture(model_dir), here, platform)
@@ -176,5 +176,6 @@ def run_layouts(
                 dtype=next(actor.chunks[0].parameters()).dtype,
             )
         results[f"{Path(model_dir).name}/{layout.name}"] = result
-        shutdown()
+        parallel_state.destroy_model_parallel()
+    shutdown()
     return results

@@ -17,7 +17,7 @@ from dapo_megatron.config import RunConfig, load_config
 def main(config_path: str, service: str, trainer: str) -> int:
     real_torchrun = launch.torchrun_command
 
-    def torchrun(config: RunConfig, path: Path, log_dir: Path | None) -> list[str]:
+    def torchrun(config: RunConfig, path: Path, log_dir: Path) -> list[str]:
         if trainer.startswith("rank:"):
             command = real_torchrun(config, path, log_dir)
             return [*command[: command.index("dapo_megatron.train") - 1], trainer.removeprefix("rank:"), str(path)]

@@ -108,9 +108,9 @@ def test_weights_after_updates_agree_across_layouts(runs, export_dir) -> None:
             weights = load_file(folder / "model.safetensors")
             assert weights.keys() == reference.keys()
             for name, tensor in weights.items():
-                # Adam divides by the gradient's own size: where it is at rounding level, its sign is noise worth one lr.
-                assert (tensor - reference[name]).abs().max() < 3e-3, f"{folder.name}: {name}"
-                assert (tensor - reference[name]).abs().mean() < 1e-5, f"{folder.name}: {name}"
+                if name.endswith("k_proj.bias"):
+                    continue  # shifts all scores of a query alike, so its gradient is rounding noise, which Adam blows up
+                assert (tensor - reference[name]).abs().max() < 1e-5, f"{folder.name}: {name}"
 
 
 def test_first_ratio_is_exactly_one(runs) -> None:

@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 from collections.abc import Iterator
@@ -298,7 +299,8 @@ class Launched:
         while time.monotonic() < deadline:
             assert self.process.poll() is None, (self.run_dir / "launcher.log").read_text()
             try:
-                if json.loads((self.run_dir / SERVICE_FILE).read_text())["ready"]:
+                announced = json.loads((self.run_dir / SERVICE_FILE).read_text())
+                if announced["ready"] and announced["pid"] == self.process.pid:  # not what a killed run left
                     return
             except FileNotFoundError:
                 pass
@@ -352,8 +354,10 @@ def test_synchronous_service_survives_its_engine_and_leaves_nothing_when_killed(
         ray.shutdown()
         assert len(marked(launched.mark)) >= 6  # launcher, Ray, actors, server, reward workers
         launched.process.kill()
-        left = wait_until_gone(launched.mark, 15)
+        left = wait_until_gone(launched.mark, 10)
         assert not left, left
+        assert not (launched.run_dir / SERVICE_FILE).exists()
+        assert not list(Path(tempfile.gettempdir()).glob(f"dapo-ray-{launched.process.pid}-*"))
     finally:
         ray.shutdown()
         launched.end()

@@ -55,13 +55,14 @@ def test_plain_view_prints_one_line_a_step_in_the_order_of_time(tmp_path: Path) 
         metrics.write(step(2))
     lines = stream.getvalue().splitlines()
     assert lines[0] == "loading the model: device cpu"
-    assert lines[1] == (
+    assert lines[1] == "  dev/acc/mean@1 0.200"
+    assert lines[2] == (
         "step 1/4 | reward +0.250 acc 0.625 | groups 4 kept, 3 all wrong | response 14.2 tok | staleness 0.50 | "
         "gap 3.2e-06 | 2.0 s (wait 1.2, train 0.5, sync 0.1) | 1,234 tok/s | 6 s left"
     )
-    assert lines[2] == "writing the Hugging Face checkpoint: path x"
-    assert lines[3].startswith("step 2/4 |")
-    assert len(lines) == 4
+    assert lines[3] == "writing the Hugging Face checkpoint: path x"
+    assert lines[4].startswith("step 2/4 |")
+    assert len(lines) == 5
 
 
 def test_state_sums_groups_and_judges_the_time_left_by_late_steps(tmp_path: Path) -> None:
