@@ -34,6 +34,10 @@ class ServiceClient:
         self._rank = rank
         self._device = device
 
+    def wait_started(self, timeout_s: float) -> None:
+        """Collective: wait until the engines are up and the prompts are loaded."""
+        self._call("start", 0, timeout_s=timeout_s)
+
     def next_batch(self, step: int, timeout_s: float) -> bool:
         """Collective: wait until the batch of `step` is ready.
 

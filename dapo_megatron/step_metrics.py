@@ -105,7 +105,9 @@ def summarise(
     history: list[dict[str, float]],
     before: dict[str, Any],
     after: dict[str, Any],
+    *,
     phases_s: dict[str, float],
+    loop_s: float,
     service_totals: dict[str, float],
     wall_time_s: float,
 ) -> dict[str, Any]:
@@ -118,7 +120,6 @@ def summarise(
     def column(name: str) -> list[float]:
         return [m[name] for m in history if name in m]
 
-    loop_s = phases_s["train_loop"]
     diffs = column("rollout_corr/logprob_abs_diff")
     return {
         "accuracy_before_sampled": accuracy(before, "sampled"),
@@ -134,5 +135,6 @@ def summarise(
         "logprob_abs_diff_max": max(diffs) if diffs else None,
         "ppo_kl_first_minibatch_max": max(abs(v) for v in column("actor/ppo_kl_first_minibatch")),
         "phases_s": phases_s,
+        "train_loop_s": loop_s,
         "service": service_totals,
     }

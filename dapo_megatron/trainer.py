@@ -54,6 +54,9 @@ class Trainer:
     def run(self) -> None:
         """Train from the starting weights to the last step, evaluate before and after, export."""
         started = time.perf_counter()
+        with self._phase("wait_for_engines"):
+            engine, ray = self.config.rollout.engine, self.config.ray
+            self.service.wait_started(engine.startup_timeout_s + ray.start_timeout_s)
         before = self._evaluate("evaluate_before", version=0) if self.config.evaluation.before_training else {}
         loop_started = time.perf_counter()
         for step in range(1, self.config.trainer.total_steps + 1):
@@ -73,8 +76,15 @@ class Trainer:
             after = self._evaluate("evaluate_after", version=version)
         service_totals = self.service.metrics(timeout_s=60.0)
         if self.log.active:
-            phases = self._phases | {"train_loop": loop_seconds}
-            summary = summarise(self._history, before, after, phases, service_totals, time.perf_counter() - started)
+            summary = summarise(
+                self._history,
+                before,
+                after,
+                phases_s=self._phases,
+                loop_s=loop_seconds,
+                service_totals=service_totals,
+                wall_time_s=time.perf_counter() - started,
+            )
             self.log.summary(summary | {"checkpoint_hf": str(exported)})
 
     def train_step(self, step: int) -> None:

@@ -4,14 +4,17 @@ Run it like `python -m sglang.launch_server`, with the same arguments. All that 
 because SGLang's children are spawned and import this main script again:
 
 - the environment variables that SGLang's CPU engine needs, set before it is imported;
-- two torchvision operator schemas, without which a torchvision that does not match torch breaks transformers;
+- a stand-in for torchvision where it is not installed: no release of it loads beside a CPU build of torch from another
+  index, and SGLang imports two names of it for image models that a CPU never serves;
 - a stand-in for the compiled package `sgl_kernel`, with the one function that the torch-native path really calls.
   Any other kernel raises by name when it is called.
 """
 
 from __future__ import annotations
 
+import enum
 import importlib.machinery
+import importlib.util
 import os
 import sys
 import types
@@ -25,16 +28,29 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # the default number of threads i
 import torch
 
 
-def _declare_torchvision_operators() -> torch.library.Library | None:
-    """Declare the operators that torchvision registers fakes for; the library object must stay alive."""
-    try:
-        torch.ops.torchvision.nms  # noqa: B018 - the look-up is the test
-    except AttributeError:
-        library = torch.library.Library("torchvision", "DEF")
-        for name in ("nms", "qnms"):
-            library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-        return library
-    return None
+class _InterpolationMode(enum.Enum):
+    """The members that SGLang's image model configurations name."""
+
+    NEAREST = "nearest"
+    BILINEAR = "bilinear"
+    BICUBIC = "bicubic"
+
+
+def _install_torchvision_stand_in() -> None:
+    if importlib.util.find_spec("torchvision") is not None:
+        return
+
+    def module(name: str, **attributes: object) -> types.ModuleType:
+        made = types.ModuleType(name)
+        made.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=True)
+        made.__path__ = []
+        made.__dict__.update(attributes)
+        sys.modules[name] = made
+        return made
+
+    functional = module("torchvision.transforms.functional", InterpolationMode=_InterpolationMode)
+    transforms = module("torchvision.transforms", InterpolationMode=_InterpolationMode, functional=functional)
+    module("torchvision", transforms=transforms)
 
 
 def assign_req_to_token_pool_cpu(
@@ -77,7 +93,7 @@ def _install_sgl_kernel_stand_in() -> None:
     sys.modules["sgl_kernel"] = module
 
 
-_TORCHVISION_LIBRARY = _declare_torchvision_operators()
+_install_torchvision_stand_in()
 _install_sgl_kernel_stand_in()
 
 if __name__ == "__main__":

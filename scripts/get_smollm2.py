@@ -122,22 +122,6 @@ def find_gguf(cache: Path) -> Path:
     return target
 
 
-def declare_torchvision_operators() -> None:
-    """Let transformers import beside a torchvision whose compiled half does not fit this torch.
-
-    A CPU environment with SGLang has such a torchvision; the schemas of two operators are all that its import lacks.
-    """
-    import torch
-
-    try:
-        torch.ops.torchvision.nms  # noqa: B018 - raises when the operators are not there
-    except AttributeError:
-        library = torch.library.Library("torchvision", "DEF")
-        for name in ("nms", "qnms"):
-            library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-        globals()["_torchvision_library"] = library  # the schemas vanish with their Library object
-
-
 def is_complete(folder: Path) -> bool:
     """Whether `folder` holds the finished model: written last is written whole, so a few names tell."""
     names = ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
@@ -149,7 +133,6 @@ def write_folder(gguf: Path, out: Path) -> None:
     for module in ("torch", "transformers", "gguf", "accelerate"):
         if importlib.util.find_spec(module) is None:
             raise SetupError(f"the Python package `{module}` is needed to read a GGUF: `pip install {module}`")
-    declare_torchvision_operators()
     import torch
     from transformers import (
         AutoModelForCausalLM,

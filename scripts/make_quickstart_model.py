@@ -49,21 +49,6 @@ ARCHITECTURE = {
 TARGET_ACCURACY = (0.22, 0.28)
 
 
-def prepare_transformers() -> None:
-    """Let transformers import next to a torchvision that was built for another torch.
-
-    SGLang wants torchvision installed; beside a CPU-only torch its compiled operators do not load, and its Python half
-    then fails at import, which takes transformers' model classes with it. Two operator *schemas* are all that is missing.
-    """
-    try:
-        torch.ops.torchvision.nms  # noqa: B018 - raises AttributeError when the operators are not there
-    except AttributeError:
-        library = torch.library.Library("torchvision", "DEF")
-        for name in ("nms", "qnms"):
-            library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-        prepare_transformers.library = library  # type: ignore[attr-defined]  # schemas vanish with their Library object
-
-
 def build_tokenizer():
     """A tokenizer with one token per character and for each of `WORDS`; pad, bos, eos and unk are distinct."""
     from transformers import PreTrainedTokenizerFast
@@ -151,8 +136,6 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--max-steps", type=int, default=1500)
     args = parser.parse_args()
-
-    prepare_transformers()
     from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 
     torch.set_num_threads(1)  # also fixes the order of float additions

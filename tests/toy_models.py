@@ -72,7 +72,6 @@ def make_model(
     Returns:
         `directory` as a Path. The vocabulary equals the tokenizer's unless overridden.
     """
-    _torchvision_without_kernels()
     import torch
     from transformers import (
         LlamaConfig,
@@ -127,7 +126,6 @@ def make_model(
 
 def load_model(directory: Path | str) -> Any:
     """Load a model written by `make_model` with transformers, float32, eager attention, in eval mode."""
-    _torchvision_without_kernels()
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -144,16 +142,3 @@ def hf_logprobs(model: Any, ids: list[int], temperature: float = 1.0) -> Any:
     with torch.no_grad():
         logits = model(torch.tensor([ids])).logits[0, :-1].float() / temperature
     return torch.log_softmax(logits, -1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
-
-
-def _torchvision_without_kernels() -> None:
-    """Declare two operators whose absence (CPU torch beside a stock torchvision) breaks transformers models."""
-    import torch
-
-    try:
-        torch.ops.torchvision.nms  # noqa: B018 - the attribute access is the test
-    except AttributeError:
-        library = torch.library.Library("torchvision", "DEF")
-        for name in ("nms", "qnms"):
-            library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-        globals()["_torchvision_library"] = library  # the schemas vanish when the library object is collected

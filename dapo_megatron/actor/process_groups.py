@@ -49,7 +49,7 @@ class Layout:
 
 
 def initialize(parallel: ParallelSection, platform: Platform, seed: int) -> Layout:
-    """Join the job that torchrun started and split it into Megatron's groups.
+    """Join the job that torchrun started, unless joined already, and split it into Megatron's groups.
 
     Args:
         parallel: sizes; their product must match torchrun's world size.
@@ -74,7 +74,8 @@ def initialize(parallel: ParallelSection, platform: Platform, seed: int) -> Layo
         )
     device = platform.device(int(os.environ["LOCAL_RANK"]))
     timeout = timedelta(seconds=parallel.distributed_timeout_s)
-    dist.init_process_group(backend=platform.dist_backend, timeout=timeout)
+    if not dist.is_initialized():
+        dist.init_process_group(backend=platform.dist_backend, timeout=timeout)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,
         pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,

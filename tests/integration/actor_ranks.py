@@ -102,6 +102,19 @@ def make_ticket(groups: list[dict[str, Any]]) -> Ticket:
     return Ticket(step=1, groups=metas, refs=list(range(len(groups))), stats={})
 
 
+def poisoned_update_changes(actor: Any, loss_batches: list[Any]) -> list[str]:
+    """Names of parameters that an update with an infinite advantage changed; it must be refused and change none."""
+    import dataclasses
+
+    from dapo_megatron.actor.weights import named_global_parameters
+
+    before = {name: param.detach().clone() for name, param in named_global_parameters(actor.chunks)}
+    poisoned = [dataclasses.replace(batch, advantages=batch.advantages * float("inf")) for batch in loss_batches]
+    result = actor.update(poisoned)
+    assert not result.step.applied
+    return [name for name, param in named_global_parameters(actor.chunks) if not param.equal(before[name])]
+
+
 def run_layouts(
     cases: list[tuple[str, Layout]],
     groups: list[dict[str, Any]],
@@ -146,8 +159,8 @@ def run_layouts(
             for micro, (logprobs, entropy) in zip(micro_batches, outputs, strict=True):
                 for position, sample in enumerate(micro.samples):
                     of_sample = micro.packed.sample_index == position
-                    result["logprobs"][sample] = logprobs[of_sample].numpy()
-                    result["entropy"][sample] = entropy[of_sample].numpy()
+                    result["logprobs"][sample] = logprobs.cpu()[of_sample].numpy()
+                    result["entropy"][sample] = entropy.cpu()[of_sample].numpy()
         old = [pair[0] for pair in outputs] if outputs else [None] * len(micro_batches)
         loss_batches = [m.with_old_logprobs(o) for m, o in zip(micro_batches, old, strict=True)]
         for update in range(updates):
@@ -155,6 +168,7 @@ def run_layouts(
             result.setdefault("metrics", done.metrics)
             result.setdefault("grad_norm", done.step.grad_norm)
             assert done.step.applied, f"update {update} was skipped"
+        result["skipped_update_changed"] = poisoned_update_changes(actor, loss_batches) if updates else None
         if export_to is not None:
             target = Path(export_to) / f"{Path(model_dir).name}-{layout.name}"
             buckets = iter(())

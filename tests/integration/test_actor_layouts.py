@@ -119,6 +119,11 @@ def test_first_ratio_is_exactly_one(runs) -> None:
         assert runs[0][case]["metrics"]["ratio"] == runs[0][case]["metrics"]["tokens"], case
 
 
+def test_an_update_that_is_not_finite_changes_nothing(runs) -> None:
+    for case in case_names(runs):
+        assert all(rank[case]["skipped_update_changed"] == [] for rank in runs), case
+
+
 def float64_loss_and_gradient_norm(model_dir: Path, groups: list[dict[str, Any]]) -> tuple[float, float, float]:
     """DAPO's loss at ratio 1, the norm of its gradient, and the sum of the loss terms' sizes.
 
