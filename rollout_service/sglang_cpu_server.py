@@ -39,6 +39,9 @@ class _InterpolationMode(enum.Enum):
 def _install_torchvision_stand_in() -> None:
     if importlib.util.find_spec("torchvision") is not None:
         return
+    from transformers.utils.import_utils import is_torchvision_available
+
+    is_torchvision_available()  # remembers its answer: transformers must not take the stand-in for the real thing
 
     def module(name: str, **attributes: object) -> types.ModuleType:
         made = types.ModuleType(name)
