@@ -1,0 +1,166 @@
+"""The process side of the reward pool: a zygote that imports the rule once and forks workers from itself.
+
+    pool (asyncio) --control socket--> zygote --fork--> worker <--own socket--> pool
+
+Run as `python -P -m rollout_service.rewards.worker --rule NAME --control-fd N --parent-pid P --memory-mb M`. It is a plain
+program, not a `multiprocessing` child: it never imports the `__main__` of the process that owns the pool, which
+inside a Ray actor is Ray's own start file. Forking a warm zygote makes a new worker ready in milliseconds.
+
+The zygote has one thread and computes nothing after start-up, so forking is safe and it always answers. Workers die
+with the zygote and the zygote with its owner: by PR_SET_PDEATHSIG, and by end-of-file on their sockets.
+
+Control messages are five bytes, an operation and an int32: `F` (with one file descriptor) forks a worker on that
+socket and answers `F` + pid; `K` + pid kills and reaps a worker and answers `K` + pid; `R` + 0 is sent once when ready.
+Worker messages are a 4-byte big-endian length and a JSON object: `{gold, response, truncated}` in,
+`{acc, extracted}` or `{error}` out. Only plain text and numbers cross: `str()` of a SymPy value can hang.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import signal
+import socket
+import struct
+import sys
+from typing import Any, NoReturn
+
+from rollout_service.process_guard import PR_SET_PDEATHSIG, prctl
+from rollout_service.rewards.rules import RULES, Rule
+
+CONTROL = struct.Struct("!ci")
+LENGTH = struct.Struct("!I")
+MAX_EXTRACTED_CHARS = 500
+SPARE_MB = 64
+
+# Known verdicts by rule: one that swallows its own failures and calls everything wrong (or right) must not start.
+# The first of each goes through the rule's whole machinery, so that it also fills the caches that workers inherit.
+CANARIES = {
+    "math_verify": (
+        ("\\frac{1}{2}", "Answer: 0.5", 1.0),
+        ("(1,\\pi)", "\\boxed{(1,2)}", 0.0),
+        ("34", "Answer: 34", 1.0),
+    ),
+    "dapo_exact": (("34", "Answer: $34$", 1.0), ("34", "Answer: 35", 0.0)),
+}
+
+
+def die_with_parent(expected_parent: int) -> None:
+    """Be killed when the parent dies, and exit now if it died before this call."""
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != expected_parent:
+        os._exit(0)
+
+
+def address_space_mb() -> int:
+    """Size of this process's address space in MiB, which RLIMIT_AS bounds."""
+    with open("/proc/self/statm") as statm:
+        return int(statm.read().split()[0]) * resource.getpagesize() >> 20
+
+
+def read_exactly(sock: socket.socket, size: int) -> bytes | None:
+    """`size` bytes, or None when the other side has closed."""
+    chunks = bytearray()
+    while len(chunks) < size:
+        chunk = sock.recv(min(size - len(chunks), 1 << 20))
+        if not chunk:
+            return None
+        chunks += chunk
+    return bytes(chunks)
+
+
+def frame(message: dict[str, Any]) -> bytes:
+    body = json.dumps(message).encode("ascii")
+    return LENGTH.pack(len(body)) + body
+
+
+def answer(rule: Rule, request: dict[str, Any]) -> dict[str, Any]:
+    """Apply the rule to one request. An exception of the rule is an answer of its own, never a verdict."""
+    try:
+        acc, extracted = rule(request["gold"], request["response"], request["truncated"])
+    except Exception as error:  # reported to the pool, which counts it and never treats it as wrong
+        detail = str(error.args[0])[:300] if error.args and isinstance(error.args[0], str) else ""
+        return {"error": f"{type(error).__name__}: {detail}"}
+    return {"acc": acc, "extracted": None if extracted is None else extracted[:MAX_EXTRACTED_CHARS]}
+
+
+def serve(sock: socket.socket, rule: Rule) -> None:
+    """Answer requests one at a time until the pool closes the socket."""
+    while (header := read_exactly(sock, LENGTH.size)) is not None:
+        body = read_exactly(sock, LENGTH.unpack(header)[0])
+        if body is None:
+            return
+        sock.sendall(frame(answer(rule, json.loads(body))))
+
+
+def run_worker(sock: socket.socket, rule: Rule, memory_mb: int, zygote_pid: int) -> NoReturn:
+    """The life of a forked worker. Leaves by `os._exit`, so nothing inherited from the zygote runs twice."""
+    status = 1
+    try:
+        die_with_parent(zygote_pid)
+        limit = memory_mb << 20
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        serve(sock, rule)
+        status = 0
+    finally:
+        os._exit(status)
+
+
+def zygote(control: socket.socket, rule: Rule, memory_mb: int) -> None:
+    """Fork and kill workers on request; kill all of them when the pool closes the control socket."""
+    workers: set[int] = set()
+    control.sendall(CONTROL.pack(b"R", 0))
+    me = os.getpid()
+    try:
+        while True:
+            message, fds, _, _ = socket.recv_fds(control, CONTROL.size, 1)
+            if len(message) < CONTROL.size:
+                return
+            operation, pid = CONTROL.unpack(message)
+            if operation == b"F":
+                pid = os.fork()
+                if pid == 0:
+                    control.close()
+                    run_worker(socket.socket(fileno=fds[0]), rule, memory_mb, me)
+                os.close(fds[0])
+                workers.add(pid)
+            elif operation == b"K" and pid in workers:
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+                workers.discard(pid)
+            control.sendall(CONTROL.pack(operation, pid))
+    finally:
+        for pid in workers:
+            os.kill(pid, signal.SIGKILL)
+        for pid in workers:
+            os.waitpid(pid, 0)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Zygote of the reward pool.")
+    parser.add_argument("--rule", required=True, choices=sorted(RULES))
+    parser.add_argument("--control-fd", required=True, type=int)
+    parser.add_argument("--parent-pid", required=True, type=int)
+    parser.add_argument("--memory-mb", required=True, type=int)
+    args = parser.parse_args()
+    die_with_parent(args.parent_pid)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the owner, which closes the pool
+    rule = RULES[args.rule]
+    for gold, response, expected in CANARIES[args.rule]:
+        acc, _ = rule(gold, response, False)
+        if acc != expected:
+            sys.exit(f"the reward rule {args.rule} scores {response!r} against {gold!r} as {acc}, expected {expected}")
+    used_mb = address_space_mb()
+    if args.memory_mb < used_mb + SPARE_MB:
+        sys.exit(
+            f"rollout.reward.memory_limit_mb={args.memory_mb} is too small: a worker has {used_mb} MiB of address space "
+            f"before its first sample and needs {SPARE_MB} MiB more"
+        )
+    zygote(socket.socket(fileno=args.control_fd), rule, args.memory_mb)
+
+
+if __name__ == "__main__":
+    main()
