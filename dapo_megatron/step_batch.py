@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from dapo_megatron.actor.actor import LossBatch
-from dapo_megatron.algorithm import group_advantages, token_weights
+from dapo_megatron.algorithm import advantage_estimator, estimate_advantages, token_weights
 from dapo_megatron.batching.pack import PackedBatch, pack
 from dapo_megatron.batching.plan import MiniBatch, plan_step
 from dapo_megatron.config.sections import RunConfig
@@ -33,9 +33,18 @@ class PreparedMicroBatch:
     behaviour_logprobs: Tensor
     advantages: Tensor
     weights: Tensor
+    mask: Tensor
 
-    def with_old_logprobs(self, old_logprobs: Tensor | None) -> LossBatch:
-        return LossBatch(self.packed, self.behaviour_logprobs, self.advantages, self.weights, old_logprobs)
+    def with_old_logprobs(self, old_logprobs: Tensor | None, ref_logprobs: Tensor | None = None) -> LossBatch:
+        return LossBatch(
+            packed=self.packed,
+            behaviour_logprobs=self.behaviour_logprobs,
+            advantages=self.advantages,
+            weights=self.weights,
+            mask=self.mask,
+            old_logprobs=old_logprobs,
+            ref_logprobs=ref_logprobs,
+        )
 
 
 @dataclass(frozen=True)
@@ -47,12 +56,19 @@ class StepBatch:
         advantages: float32 `[N]` of all samples of the step, group-major, the same on every rank.
         response_tokens: response tokens of the whole step.
         total_tokens: prompt and response tokens of the whole step.
+        filtered_share: share of the step's samples that overlong filtering takes out of the loss.
     """
 
     mini_batches: list[list[PreparedMicroBatch]]
     advantages: Tensor
     response_tokens: int
     total_tokens: int
+    filtered_share: float
+
+    @property
+    def packed(self) -> list[PackedBatch]:
+        """The packed sequences of all mini-batches, in order."""
+        return [micro.packed for mini in self.mini_batches for micro in mini]
 
 
 def assemble(
@@ -70,9 +86,16 @@ def assemble(
     lengths = torch.from_numpy(np.concatenate([g.response_lengths for g in ticket.groups])).long()
     per_group = [len(g.response_lengths) for g in ticket.groups]
     prompt_lengths = np.repeat([g.prompt_length for g in ticket.groups], per_group)
-    advantages = group_advantages(
-        [torch.from_numpy(np.asarray(g.rewards)) for g in ticket.groups], config.algorithm.adv_eps
+    algorithm = config.algorithm
+    advantages = estimate_advantages(
+        advantage_estimator(algorithm.adv_estimator),
+        [torch.from_numpy(np.asarray(g.rewards)) for g in ticket.groups],
+        eps=algorithm.adv_eps,
+        std=algorithm.adv_std,
     )
+    trained = torch.ones_like(lengths, dtype=torch.bool)
+    if algorithm.overlong_filtering:
+        trained = ~torch.from_numpy(np.concatenate([g.truncated for g in ticket.groups]))
     plan = plan_step(
         prompt_lengths.tolist(),
         lengths.tolist(),
@@ -82,16 +105,22 @@ def assemble(
         config.trainer.max_tokens_per_gpu,
     )
     groups = _fetch_share(ticket, plan, fetch, dp_rank, config.rollout.n_samples_per_prompt)
-    weights = _weights(plan, lengths, config)
+    weights = _weights(plan, torch.where(trained, lengths, 0), config)
     align = config.parallel.tensor_model_parallel_size if config.parallel.sequence_parallel else 1
     mini_batches = [
         [
-            _prepare(micro.samples, groups, advantages, weights, config.rollout.n_samples_per_prompt, align)
+            _prepare(micro.samples, groups, advantages, weights, trained, config.rollout.n_samples_per_prompt, align)
             for micro in mini.micro_batches[dp_rank]
         ]
         for mini in plan
     ]
-    return StepBatch(mini_batches, advantages, int(lengths.sum()), int(lengths.sum() + prompt_lengths.sum()))
+    return StepBatch(
+        mini_batches=mini_batches,
+        advantages=advantages,
+        response_tokens=int(lengths.sum()),
+        total_tokens=int(lengths.sum() + prompt_lengths.sum()),
+        filtered_share=1.0 - float(trained.double().mean()),
+    )
 
 
 def _fetch_share(
@@ -114,7 +143,10 @@ def _fetch_share(
 
 
 def _weights(plan: list[MiniBatch], lengths: Tensor, config: RunConfig) -> Tensor:
-    """float64 `[N]`: weight of a token of each sample, with the denominators of the sample's mini-batch."""
+    """float64 `[N]`: weight of a token of each sample, with the denominators of the sample's mini-batch.
+
+    `lengths` counts trained tokens; samples without any do not count.
+    """
     weights = torch.zeros(len(lengths), dtype=torch.float64)
     for mini in plan:
         index = torch.tensor(mini.samples)
@@ -130,6 +162,7 @@ def _prepare(
     groups: dict[int, PackedGroup],
     advantages: Tensor,
     weights: Tensor,
+    trained: Tensor,
     group_size: int,
     align: int,
 ) -> PreparedMicroBatch:
@@ -147,4 +180,5 @@ def _prepare(
         behaviour_logprobs=torch.from_numpy(np.concatenate(behaviour)),
         advantages=advantages[of_row],
         weights=weights[of_row],
+        mask=trained[of_row],
     )

@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 
 from dapo_megatron.actor.actor import UpdateResult
+from dapo_megatron.algorithm.objective import EXTRA_PREFIX
+from dapo_megatron.config.algorithm_section import AlgorithmSection
 from dapo_megatron.config.sections import RunConfig
 from dapo_megatron.resharder.probe import ProbeResult
 from dapo_megatron.resharder.transport import SyncReport
@@ -27,7 +29,8 @@ def step_metrics(
     trainer_version: int,
 ) -> dict[str, float]:
     """All metrics of one step by name; see `observability.metrics` for units and meanings."""
-    metrics = _update_metrics(updates) | _data_metrics(ticket, config, trainer_version)
+    metrics = _update_metrics(updates, config.algorithm) | _data_metrics(ticket, config, trainer_version)
+    metrics["actor/overlong_filtered"] = batch.filtered_share
     advantages = batch.advantages.double()
     metrics |= {"critic/advantages/mean": float(advantages.mean()), "critic/advantages/std": float(advantages.std())}
     metrics |= {f"timing_s/{phase}": value for phase, value in seconds.items()}
@@ -50,32 +53,52 @@ def step_metrics(
     return metrics | ticket.stats
 
 
-def _update_metrics(updates: list[UpdateResult]) -> dict[str, float]:
+def _update_metrics(updates: list[UpdateResult], algorithm: AlgorithmSection) -> dict[str, float]:
     def total(key: str) -> float:
         return sum(u.metrics[key] for u in updates)
 
-    tokens = total("tokens")
+    def largest(key: str) -> float:
+        return max(u.metrics[key] for u in updates)
+
+    # Overlong filtering may leave a mini-batch, or a whole step, without a trained token.
+    tokens = max(total("tokens"), 1.0)
     is_weight, is_weight_sq = total("is_weight"), total("is_weight_sq")
     first = updates[0].metrics
     applied = [u for u in updates if u.step.applied]
-    return {
-        "actor/pg_loss": total("loss") / len(updates),
+    metrics = {
+        "actor/loss": total("loss") / len(updates),
+        "actor/pg_loss": total("policy_part") / len(updates),
         "actor/pg_clipfrac": total("pg_clipfrac") / tokens,
         "actor/pg_clipfrac_lower": total("pg_clipfrac_lower") / tokens,
         "actor/ppo_kl": total("ppo_kl") / tokens,
-        "actor/ppo_kl_first_minibatch": first["ppo_kl"] / first["tokens"],
+        "actor/ppo_kl_first_minibatch": first["ppo_kl"] / max(first["tokens"], 1.0),
         "actor/ratio_mean": total("ratio") / tokens,
+        "actor/log_ratio_clamped": total("log_ratio_clamped") / tokens,
         "actor/entropy": total("entropy") / tokens,
         "actor/grad_norm": statistics.fmean(u.step.grad_norm for u in updates),
         "actor/lr": updates[-1].step.lr,
         "actor/updates_skipped": float(len(updates) - len(applied)),
         "rollout_corr/behaviour_abs_diff": total("logprob_abs_diff") / tokens,
-        "rollout_corr/behaviour_abs_diff_max": max(u.metrics["logprob_abs_diff_max"] for u in updates),
+        "rollout_corr/behaviour_abs_diff_max": largest("logprob_abs_diff_max"),
+        "rollout_corr/k1_kl": total("k1_kl") / tokens,
         "rollout_corr/k3_kl": total("k3_kl") / tokens,
         "rollout_corr/is_weight_mean": is_weight / tokens,
         "rollout_corr/is_capped_fraction": total("is_capped") / tokens,
+        "rollout_corr/is_masked_fraction": total("is_masked") / tokens,
+        "rollout_corr/seq_rejected_fraction": total("seq_rejected") / max(total("sequences"), 1.0),
+        "rollout_corr/seq_rejected_token_fraction": total("seq_rejected_tokens") / tokens,
         "rollout_corr/is_eff_sample_size": is_weight**2 / (tokens * is_weight_sq) if is_weight_sq else 0.0,
     }
+    if algorithm.kl.coef > 0:
+        metrics |= {
+            "actor/kl_loss": total("kl_part") / len(updates),
+            "actor/ref_kl": total("ref_kl") / tokens,
+            "actor/ref_kl_clamped": total("ref_kl_clamped") / tokens,
+        }
+    for key in first:
+        if key.startswith(EXTRA_PREFIX):
+            metrics[f"actor/{key}"] = largest(key) if key.endswith("_max") else total(key) / tokens
+    return metrics
 
 
 def _data_metrics(ticket: Ticket, config: RunConfig, trainer_version: int) -> dict[str, float]:

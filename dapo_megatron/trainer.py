@@ -6,8 +6,11 @@ import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 from dapo_megatron.actor.actor import Actor, LossBatch, UpdateResult
 from dapo_megatron.config.sections import RunConfig
@@ -97,7 +100,15 @@ class Trainer:
             layout = self.actor.layout
             batch = assemble(ticket, self.service.fetch, self.config, dp_rank=layout.dp_rank, dp_size=layout.dp_size)
         with _timed(seconds, "old_log_prob"):
-            mini_batches = self._with_old_logprobs(batch)
+            old = self._old_logprobs(batch)
+        ref: Iterator[Tensor | None] = repeat(None)
+        if self.config.algorithm.kl.coef > 0:
+            with _timed(seconds, "ref_log_prob"):
+                # Stages before the last get no log-probs and need none.
+                ref = chain(self.actor.reference_logprobs(batch.packed), repeat(None))
+        mini_batches = [
+            [micro.with_old_logprobs(next(old), next(ref)) for micro in mini] for mini in batch.mini_batches
+        ]
         with _timed(seconds, "update_actor"):
             updates = [self._update(step, ticket, mini_batch) for mini_batch in mini_batches]
         with _timed(seconds, "update_weights"):
@@ -124,15 +135,11 @@ class Trainer:
             self.resharder.publish(version=step - 1, step=None)
         return self.service.ticket(step, timeout_s=60.0)
 
-    def _with_old_logprobs(self, batch: StepBatch) -> list[list[LossBatch]]:
+    def _old_logprobs(self, batch: StepBatch) -> Iterator[Tensor | None]:
         """Log-probs under the weights before this step's updates, on the same micro-batches that the updates use."""
-        flat = [micro for mini in batch.mini_batches for micro in mini]
         if self.config.algorithm.off_policy.mode == "bypass":
-            return [[micro.with_old_logprobs(None) for micro in mini] for mini in batch.mini_batches]
-        outputs = iter(self.actor.logprobs([micro.packed for micro in flat]))
-        return [
-            [micro.with_old_logprobs(next(outputs, (None, None))[0]) for micro in mini] for mini in batch.mini_batches
-        ]
+            return repeat(None)
+        return chain((logprobs for logprobs, _ in self.actor.logprobs(batch.packed)), repeat(None))
 
     def _update(self, step: int, ticket: Ticket, mini_batch: list[LossBatch]) -> UpdateResult:
         result = self.actor.update(mini_batch)

@@ -26,8 +26,9 @@ from dapo_megatron.actor.logprobs import vocab_parallel_logprobs
 from dapo_megatron.actor.model import build_model
 from dapo_megatron.actor.optimizer import ActorOptimizer, StepResult
 from dapo_megatron.actor.process_groups import Layout
+from dapo_megatron.actor.reference import ReferenceWeights
 from dapo_megatron.actor.weights import load_hf_weights, mark_tensor_parallel
-from dapo_megatron.algorithm import decoupled_clip_loss, importance_weights
+from dapo_megatron.algorithm import Objective, TokenBatch
 from dapo_megatron.batching.pack import PackedBatch
 from dapo_megatron.config.sections import RunConfig
 from dapo_megatron.platform import Platform
@@ -41,14 +42,18 @@ class LossBatch:
         packed: token ids and bounds.
         behaviour_logprobs, advantages: float32 `[R]`.
         weights: float64 `[R]`, global aggregation weight of each token.
-        old_logprobs: float32 `[R]`; None on pipeline stages before the last, which compute no loss.
+        mask: bool `[R]`, true where a token is trained.
+        old_logprobs: float32 `[R]`; None on pipeline stages before the last, which compute no loss, and in `bypass` mode.
+        ref_logprobs: the same under the reference policy; None also without a KL term.
     """
 
     packed: PackedBatch
     behaviour_logprobs: Tensor
     advantages: Tensor
     weights: Tensor
+    mask: Tensor
     old_logprobs: Tensor | None
+    ref_logprobs: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -75,14 +80,36 @@ class Actor:
         self.chunks = build_model(arch, config, layout, platform)
         mark_tensor_parallel(self.chunks, self.mapping)
         self.optimizer = ActorOptimizer(config, self.chunks)
+        self._objective = Objective(config.algorithm)
+        self._reference: ReferenceWeights | None = None
         self._temperature = config.rollout.sampling.temperature
         self._tp_group = parallel_state.get_tensor_model_parallel_group()
 
     def load_hf(self, path: str) -> None:
-        """Load weights from a Hugging Face folder."""
+        """Load weights from a Hugging Face folder; with a KL term they are also the reference policy."""
         with HFReader(path) as reader:
             load_hf_weights(self.chunks, reader, self.mapping, self.layout)
         self.optimizer.reload_main_params()
+        if self.config.algorithm.kl.coef > 0:
+            self.keep_reference()
+
+    def keep_reference(self) -> None:
+        """Copy the present weights to host memory as the reference policy."""
+        self._reference = ReferenceWeights(self.chunks)
+
+    def reference_logprobs(self, batches: Sequence[PackedBatch]) -> list[Tensor]:
+        """Log-probs of the response tokens under the reference policy, at the sampling temperature.
+
+        Returns:
+            On the last pipeline stage one float32 `[R]` tensor per micro-batch; elsewhere an empty list.
+
+        Raises:
+            RuntimeError: no reference was kept.
+        """
+        if self._reference is None:
+            raise RuntimeError("no reference policy: load weights with algorithm.kl.coef above 0 first")
+        with self._reference.swapped_in():
+            return [logprobs for logprobs, _ in self.logprobs(batches)]
 
     def logprobs(self, batches: Sequence[PackedBatch], temperature: float | None = None) -> list[tuple[Tensor, Tensor]]:
         """Log-probs and entropies of the response tokens of each micro-batch, without gradient.
@@ -166,36 +193,21 @@ class Actor:
 
     def _loss(self, batch: LossBatch, logits: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """This micro-batch's share of the mini-batch loss, float32 scalar, with metric sums."""
-        algorithm, device = self.config.algorithm, self.layout.device
+        device = self.layout.device
         logprobs, entropy = self._token_logprobs(batch.packed, logits, self._temperature)
-        behaviour = batch.behaviour_logprobs.to(device)
-        bypass = algorithm.off_policy.mode == "bypass"
-        if not bypass and batch.old_logprobs is None:
-            raise ValueError(f"rank {self.layout.rank}: a loss on the last stage needs old_logprobs")
-        old = behaviour if bypass else batch.old_logprobs.to(device)  # type: ignore[union-attr]
-        mask = torch.ones_like(old, dtype=torch.bool)
-        correction = importance_weights(
-            old,
-            behaviour,
-            mask,
-            batch.packed.sample_index.to(device),
-            "off" if bypass else algorithm.off_policy.level,
-            algorithm.off_policy.cap,
+        total, metrics = self._objective(
+            TokenBatch(
+                logprobs=logprobs,
+                entropy=entropy,
+                behaviour_logprobs=batch.behaviour_logprobs.to(device),
+                old_logprobs=None if batch.old_logprobs is None else batch.old_logprobs.to(device),
+                ref_logprobs=None if batch.ref_logprobs is None else batch.ref_logprobs.to(device),
+                advantages=batch.advantages.to(device),
+                weights=batch.weights.to(device),
+                mask=batch.mask.to(device),
+                sequence_ids=batch.packed.sample_index.to(device),
+            )
         )
-        loss = decoupled_clip_loss(
-            logprobs,
-            old,
-            batch.advantages.to(device),
-            mask,
-            algorithm.clip_ratio_low,
-            algorithm.clip_ratio_high,
-            algorithm.clip_ratio_c,
-            correction.weights,
-        )
-        total = (loss.token_loss.double() * batch.weights.to(device)).sum()
-        metrics = loss.metrics | correction.metrics
-        metrics["loss"] = total.detach()
-        metrics["entropy"] = entropy.detach().double().sum()
         return total.float(), torch.zeros((), dtype=torch.int, device=device), metrics
 
 

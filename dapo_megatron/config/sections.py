@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
+from dapo_megatron.config.algorithm_section import AlgorithmSection
 from rollout_service.config import DataSection, EvaluationSection, RaySection, RolloutSection, Section
 
 
@@ -70,36 +71,6 @@ class OptimSection(Section):
     adam_eps: float = Field(1e-8, gt=0, description="Added to the denominator.")
     clip_grad: float = Field(1.0, ge=0, description="Global gradient norm limit; 0 is off.")
     use_distributed_optimizer: bool = Field(True, description="Shard optimizer state over data-parallel ranks.")
-
-
-class OffPolicySection(Section):
-    """Correction for the gap between the engines' policy and the trainer's."""
-
-    mode: Literal["decoupled", "bypass"] = Field(
-        "decoupled",
-        description="`decoupled` recomputes the old log-probs with the trainer's weights; `bypass` uses the engines' log-probs as old.",
-    )
-    level: Literal["token", "sequence", "off"] = Field(
-        "token", description="Truncated importance weight per token, per sequence, or none."
-    )
-    cap: float = Field(2.0, gt=0, description="Upper bound C of the importance weight.")
-
-
-class AlgorithmSection(Section):
-    """DAPO (arXiv 2503.14476)."""
-
-    adv_eps: float = Field(1e-6, ge=0, description="Added to the group's standard deviation.")
-    clip_ratio_low: float = Field(0.2, ge=0, lt=1, description="eps_low: the ratio is clipped below 1 - eps_low.")
-    clip_ratio_high: float = Field(
-        0.28, ge=0, description="eps_high: the ratio is clipped above 1 + eps_high (clip-higher)."
-    )
-    clip_ratio_c: float | None = Field(10.0, gt=1, description="Dual-clip bound for negative advantages; null is off.")
-    loss_agg_mode: Literal[
-        "token-mean", "group-token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"
-    ] = Field(
-        "token-mean", description="How token losses become one number; denominators are global to the mini-batch."
-    )
-    off_policy: OffPolicySection = OffPolicySection()
 
 
 class TrainerSection(Section):
@@ -197,5 +168,10 @@ class RunConfig(Section):
             raise ValueError(
                 f"trainer.max_tokens_per_gpu={self.trainer.max_tokens_per_gpu} is below the longest sequence, "
                 f"data.max_prompt_length + rollout.max_response_length = {longest}"
+            )
+        if self.algorithm.kl.coef > 0 and self.megatron.get("overlap_param_gather"):
+            raise ValueError(
+                "algorithm.kl.coef above 0 swaps the reference weights in for a forward pass, which megatron.overlap_param_gather "
+                "would overwrite while it runs; switch one of them off"
             )
         return self

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from checkpoint_convert.architecture import ModelArchitecture, read_architecture
 from checkpoint_convert.errors import CheckpointError
+from dapo_megatron.config.algorithm_section import is_import_path
 from dapo_megatron.config.errors import ConfigError
 from dapo_megatron.config.passthrough import megatron_fields, sglang_fields
 from dapo_megatron.config.sections import RunConfig
@@ -36,7 +37,7 @@ def check_launch(config: RunConfig, source: str) -> list[str]:
     Raises:
         ConfigError: every problem of the model folder, the layout and the data files.
     """
-    problems = _check_model(config) + _check_data(config)
+    problems = _check_model(config) + _check_data(config) + _check_algorithm(config)
     if problems:
         raise ConfigError(source, problems)
     return _remarks(config)
@@ -143,8 +144,27 @@ def _check_data(config: RunConfig) -> list[str]:
     return problems
 
 
+def _check_algorithm(config: RunConfig) -> list[str]:
+    """Call third-party estimators and losses on a tiny example. The built-in ones are covered by tests and need no torch here."""
+    algorithm = config.algorithm
+    if not is_import_path(algorithm.adv_estimator) and not is_import_path(algorithm.policy_loss):
+        return []
+    from dapo_megatron.algorithm.contract import ContractError, check_advantage_estimator, check_policy_loss
+
+    problems = []
+    for key, check in (
+        ("adv_estimator", lambda: check_advantage_estimator(algorithm)),
+        ("policy_loss", lambda: check_policy_loss(algorithm)),
+    ):
+        try:
+            check()
+        except ContractError as error:
+            problems.append(f"algorithm.{key}: {error}")
+    return problems
+
+
 def _remarks(config: RunConfig) -> list[str]:
-    remarks = []
+    remarks = config.algorithm.remarks()
     steps, warmup = config.trainer.total_steps, config.optim.lr_warmup_steps
     if warmup > steps:
         remarks.append(

@@ -33,6 +33,7 @@ class Metric:
 
 METRICS: tuple[Metric, ...] = (
     # The update
+    Metric("actor/loss", "1", "whole loss with KL and entropy terms, mean over the step's mini-batches"),
     Metric("actor/pg_loss", "1", "policy loss, mean over the step's mini-batches"),
     Metric("actor/pg_clipfrac", "share", "response tokens whose loss took the clipped ratio"),
     Metric("actor/pg_clipfrac_lower", "share", "response tokens with negative advantage stopped by the dual clip"),
@@ -42,7 +43,14 @@ METRICS: tuple[Metric, ...] = (
         "nats",
         "the same over the first mini-batch: 0 when old log-probs are recomputed",
     ),
-    Metric("actor/ratio_mean", "1", "mean ratio of new to old probability over the response tokens"),
+    Metric(
+        "actor/ratio_mean", "1", "mean ratio of new to old probability over the response tokens (gspo: of responses)"
+    ),
+    Metric("actor/log_ratio_clamped", "share", "response tokens whose log-ratio was beyond +-20 and was cut there"),
+    Metric("actor/overlong_filtered", "share", "samples that overlong filtering took out of the loss"),
+    Metric("actor/kl_loss", "nats", "KL term before its coefficient, mean over the step's mini-batches"),
+    Metric("actor/ref_kl", "nats", "mean KL estimate against the reference policy over the response tokens"),
+    Metric("actor/ref_kl_clamped", "share", "response tokens whose KL estimate met a limit"),
     Metric("actor/entropy", "nats", "mean entropy of the trainer's policy at the response tokens"),
     Metric("actor/grad_norm", "1", "global gradient norm before clipping, mean over the step's updates"),
     Metric("actor/lr", "1", "learning rate of the step's last update"),
@@ -81,9 +89,15 @@ METRICS: tuple[Metric, ...] = (
         "mean |old - behaviour| log-prob over the batch: staleness and arithmetic together",
     ),
     Metric("rollout_corr/behaviour_abs_diff_max", "nats", "largest such difference"),
+    Metric("rollout_corr/k1_kl", "nats", "k1 estimate of KL(behaviour || old): mean of behaviour minus old"),
     Metric("rollout_corr/k3_kl", "nats", "k3 estimate of KL(behaviour || old)"),
-    Metric("rollout_corr/is_weight_mean", "1", "mean importance weight after truncation"),
+    Metric("rollout_corr/is_weight_mean", "1", "mean importance weight after truncation, masking and rejection"),
     Metric("rollout_corr/is_capped_fraction", "share", "importance weights that were truncated"),
+    Metric("rollout_corr/is_masked_fraction", "share", "response tokens whose importance weight was outside the band"),
+    Metric(
+        "rollout_corr/seq_rejected_fraction", "share", "responses rejected for the geometric mean of their token ratios"
+    ),
+    Metric("rollout_corr/seq_rejected_token_fraction", "share", "response tokens in rejected responses"),
     Metric(
         "rollout_corr/is_eff_sample_size", "share", "effective sample size of the importance weights over their number"
     ),
@@ -104,9 +118,14 @@ METRICS: tuple[Metric, ...] = (
 
 FAMILIES: tuple[Metric, ...] = (
     Metric(
+        "actor/policy_loss/<measure>",
+        "various",
+        "what a third-party policy loss reports, mean over response tokens (`*_max`: maximum)",
+    ),
+    Metric(
         "timing_s/<phase>",
         "s",
-        "wall time of a phase: wait, old_log_prob, update_actor, update_weights, probe, evaluate, save, step",
+        "wall time of a phase: wait, old_log_prob, ref_log_prob, update_actor, update_weights, probe, evaluate, save, step",
     ),
     Metric("timing_s/update_weights/<phase>", "s", "wall time of a part of the weight update"),
     Metric(

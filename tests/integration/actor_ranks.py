@@ -11,15 +11,32 @@ import numpy as np
 
 from rollout_service.sample import GroupMeta, Ticket
 
+# `algorithm` blocks beside the default. `options` has everything on that DAPO has off.
+ALGORITHMS: dict[str, dict[str, Any]] = {
+    "": {},
+    "options": {
+        "adv_estimator": "rloo",
+        "policy_loss": "gspo",
+        "loss_agg_mode": "seq-mean-token-mean",
+        "overlong_filtering": True,
+        "entropy_coef": 0.05,
+        "kl": {"coef": 0.2, "kind": "k1"},
+        "off_policy": {"bound": "mask", "mask_low": 0.5, "mask_high": 2.0},
+    },
+}
+# Responses from this length on count as truncated.
+TRUNCATED_LENGTH = 32
+
 
 @dataclass(frozen=True)
 class Layout:
-    """Parallel sizes of one case; data-parallel size follows from the number of ranks."""
+    """Parallel sizes of one case, and its `algorithm` block; data-parallel size follows from the number of ranks."""
 
     tp: int = 1
     pp: int = 1
     sequence_parallel: bool = False
     max_tokens: int = 256
+    algorithm: str = ""
 
     @property
     def name(self) -> str:
@@ -93,7 +110,7 @@ def make_ticket(groups: list[dict[str, Any]]) -> Ticket:
                 response_lengths=lengths,
                 rewards=group["rewards"],
                 acc=(group["rewards"] > 0).astype(np.float32),
-                truncated=np.zeros(len(lengths), bool),
+                truncated=lengths >= TRUNCATED_LENGTH,
                 oldest_version=0,
                 newest_version=0,
                 admitted_version=0,
@@ -115,6 +132,22 @@ def poisoned_update_changes(actor: Any, loss_batches: list[Any]) -> list[str]:
     return [name for name, param in named_global_parameters(actor.chunks) if not param.equal(before[name])]
 
 
+def reference_after_updates(actor: Any, packed: list[Any], initial: list[Any]) -> dict[str, bool]:
+    """Whether the reference still gives the initial log-probs and the policy keeps its own weights, both bit for bit."""
+    from dapo_megatron.actor.weights import named_global_parameters
+
+    before = {name: param.detach().clone() for name, param in named_global_parameters(actor.chunks)}
+    reference = actor.reference_logprobs(packed)
+    policy = [logprobs for logprobs, _ in actor.logprobs(packed)]
+    restored = all(param.equal(before[name]) for name, param in named_global_parameters(actor.chunks))
+    rows = [i for i, logprobs in enumerate(initial) if logprobs.numel()]
+    return {
+        "initial": len(reference) == len(initial) and all(reference[i].equal(initial[i]) for i in rows),
+        "policy_moved": all(not policy[i].equal(initial[i]) for i in rows),
+        "restored": restored,
+    }
+
+
 def run_layouts(
     cases: list[tuple[str, Layout]],
     groups: list[dict[str, Any]],
@@ -124,7 +157,7 @@ def run_layouts(
 ) -> dict[str, dict[str, Any]]:
     """On one rank: for each (model folder, layout) log-probs, one loss and gradient norm, and weights after `updates` updates.
 
-    Results are keyed `<folder name>/<layout name>`; log-probs are keyed by sample and only on ranks that report a loss.
+    Results are keyed `<folder name>/<layout name>`, with the algorithm's name in front when it has one; log-probs are keyed by sample and only on ranks that report a loss.
     """
     from dapo_megatron.platform import current_platform
 
@@ -141,10 +174,19 @@ def run_layouts(
     world_size = int(os.environ["WORLD_SIZE"])
     results: dict[str, dict[str, Any]] = {}
     for model_dir, layout in cases:
-        config = make_config(model_dir, layout, world_size, groups=len(groups), group_size=group_size)
+        config = make_config(
+            model_dir,
+            layout,
+            world_size,
+            groups=len(groups),
+            group_size=group_size,
+            algorithm=ALGORITHMS[layout.algorithm],
+        )
+        case = f"{layout.algorithm}:{Path(model_dir).name}" if layout.algorithm else Path(model_dir).name
         here = initialize(config.parallel, platform, seed=1)
         actor = Actor(config, read_architecture(model_dir), here, platform)
         actor.load_hf(model_dir)
+        actor.keep_reference()
         batch = assemble(
             make_ticket(groups),
             lambda refs: [groups[r]["packed"] for r in refs],
@@ -162,15 +204,18 @@ def run_layouts(
                     result["logprobs"][sample] = logprobs.cpu()[of_sample].numpy()
                     result["entropy"][sample] = entropy.cpu()[of_sample].numpy()
         old = [pair[0] for pair in outputs] if outputs else [None] * len(micro_batches)
-        loss_batches = [m.with_old_logprobs(o) for m, o in zip(micro_batches, old, strict=True)]
+        ref = (actor.reference_logprobs(batch.packed) if config.algorithm.kl.coef else None) or [None] * len(old)
+        loss_batches = [m.with_old_logprobs(o, r) for m, o, r in zip(micro_batches, old, ref, strict=True)]
         for update in range(updates):
             done = actor.update(loss_batches)
             result.setdefault("metrics", done.metrics)
             result.setdefault("grad_norm", done.step.grad_norm)
             assert done.step.applied, f"update {update} was skipped"
+        if updates:
+            result["reference"] = reference_after_updates(actor, batch.packed, [pair[0] for pair in outputs])
         result["skipped_update_changed"] = poisoned_update_changes(actor, loss_batches) if updates else None
         if export_to is not None:
-            target = Path(export_to) / f"{Path(model_dir).name}-{layout.name}"
+            target = Path(export_to) / f"{case}-{layout.name}"
             buckets = iter(())
             if here.dp_rank == 0:
                 buckets = gather_buckets(
@@ -189,7 +234,7 @@ def run_layouts(
                 source=Path(model_dir),
                 dtype=next(actor.chunks[0].parameters()).dtype,
             )
-        results[f"{Path(model_dir).name}/{layout.name}"] = result
+        results[f"{case}/{layout.name}"] = result
         parallel_state.destroy_model_parallel()
     shutdown()
     return results

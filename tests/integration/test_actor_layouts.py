@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.integration.actor_ranks import Layout, make_groups, run_layouts
+from tests.integration.actor_ranks import ALGORITHMS, TRUNCATED_LENGTH, Layout, make_groups, run_layouts
 from tests.ranks import run_ranks
 from tests.toy_models import VOCAB_SIZE, hf_logprobs, load_model, make_model
 
@@ -22,6 +22,8 @@ LAYOUTS = [
     Layout(pp=2),
     Layout(tp=2, pp=2),
     Layout(tp=4),
+    Layout(algorithm="options"),
+    Layout(tp=2, pp=2, max_tokens=90, algorithm="options"),
 ]
 
 
@@ -119,6 +121,24 @@ def test_first_ratio_is_exactly_one(runs) -> None:
         assert runs[0][case]["metrics"]["ratio"] == runs[0][case]["metrics"]["tokens"], case
 
 
+def test_reference_log_probs_stay_the_initial_ones_bit_for_bit(runs) -> None:
+    for case in case_names(runs):
+        for rank in runs:
+            assert rank[case]["reference"] == {"initial": True, "policy_moved": True, "restored": True}, case
+
+
+def test_options_beside_dapo_equal_a_float64_reference(runs, models, groups) -> None:
+    loss, grad_norm, tokens = float64_options(models[0], groups)
+    cases = [case for case in case_names(runs) if case.startswith("options:")]
+    assert len(cases) == 2
+    for case in cases:
+        for rank in runs:
+            assert rank[case]["metrics"]["loss"] == pytest.approx(loss, abs=1e-6), case
+            assert rank[case]["grad_norm"] == pytest.approx(grad_norm, rel=2e-5), case
+            assert rank[case]["metrics"]["tokens"] == tokens < sum(len(r) for _, r in sequences(groups)), case
+            assert 0 < rank[case]["metrics"]["is_masked"] < tokens, case
+
+
 def test_an_update_that_is_not_finite_changes_nothing(runs) -> None:
     for case in case_names(runs):
         assert all(rank[case]["skipped_update_changed"] == [] for rank in runs), case
@@ -154,3 +174,36 @@ def float64_loss_and_gradient_norm(model_dir: Path, groups: list[dict[str, Any]]
     loss.backward()
     norm = torch.sqrt(sum((p.grad**2).sum() for p in model.parameters() if p.grad is not None))
     return float(loss.detach()), float(norm), scale
+
+
+def float64_options(model_dir: Path, groups: list[dict[str, Any]]) -> tuple[float, float, int]:
+    """The loss of the algorithm `options` at ratio 1, the norm of its gradient, and the number of trained tokens."""
+    options = ALGORITHMS["options"]
+    model = load_model(model_dir).double()
+    flat = sequences(groups)
+    trained = [r for _, r in flat if len(r) < TRUNCATED_LENGTH]
+    loss = torch.zeros((), dtype=torch.float64)
+    responses = iter(flat)
+    for group in groups:
+        rewards = group["rewards"].astype(np.float64)
+        bounds = group["packed"]["offsets"]
+        for i, reward in enumerate(rewards):
+            prompt, response = next(responses)
+            if len(response) >= TRUNCATED_LENGTH:
+                continue
+            advantage = reward - (rewards.sum() - reward) / (len(rewards) - 1)
+            logits = model(torch.tensor([[*prompt, *response]])).logits[0, len(prompt) - 1 : -1]
+            everything = torch.log_softmax(logits, -1)
+            logprobs = everything.gather(1, torch.tensor(response)[:, None])[:, 0]
+            entropy = -(everything.exp() * everything).sum(-1)
+            old = logprobs.detach()
+            behaviour = torch.from_numpy(group["packed"]["behaviour_logprobs"][bounds[i] : bounds[i + 1]]).double()
+            weight = torch.exp(old - behaviour)
+            weight = torch.where((weight >= 0.5) & (weight <= 2.0), weight, 0.0)
+            ratio = torch.exp(logprobs - old)
+            kl = logprobs - old  # the policy still is the reference, so that only the gradient is left
+            terms = -weight * ratio * advantage + options["kl"]["coef"] * kl - options["entropy_coef"] * entropy
+            loss = loss + terms.mean() / len(trained)
+    loss.backward()
+    norm = torch.sqrt(sum((p.grad**2).sum() for p in model.parameters() if p.grad is not None))
+    return float(loss.detach()), float(norm), sum(len(r) for r in trained)

@@ -53,9 +53,14 @@ def test_equals_the_reference(rows, level, cap) -> None:
         "tokens": len(x),
         "logprob_abs_diff": np.abs(x).sum(),
         "logprob_abs_diff_max": np.abs(x).max(initial=0.0),
+        "k1_kl": -x.sum(),
         "k3_kl": (np.exp(y) - 1 - y).sum(),
         "is_weight": w.sum(),
         "is_weight_sq": (w**2).sum(),
+        "is_masked": 0.0,
+        "sequences": sum(any(m for _, _, m in row) for row in rows),
+        "seq_rejected": 0.0,
+        "seq_rejected_tokens": 0.0,
     }
     got = {k: float(v) for k, v in out.metrics.items()}
     capped = got.pop("is_capped")

@@ -113,6 +113,7 @@ def test_metrics_are_sums_over_unmasked_tokens(batch, clip_c) -> None:
         "pg_clipfrac_lower": (cut & keep).sum(),
         "ppo_kl": -d.sum(),
         "ratio": ratio[keep].sum(),
+        "log_ratio_clamped": (np.abs(d) > 20).sum(),
         "pg_loss": expected(seen, clip_c)[0].sum(),
     }
     assert {k: float(v) for k, v in out.metrics.items()} == pytest.approx(want, rel=1e-9, abs=1e-9)
@@ -171,7 +172,7 @@ def test_no_token_at_all_is_fine() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"clip_low": 1.0}, "clip_low=1.0"),
+        ({"clip_low": 1.5}, "clip_low=1.5"),
         ({"clip_c": 1.0}, "clip_c=1.0 must be above 1"),
         ({"mask": torch.ones(3, dtype=torch.bool)}, r"mask has shape \(3,\)"),
         ({"is_weights": torch.ones(1)}, r"is_weights has shape \(1,\)"),
