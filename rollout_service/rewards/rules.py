@@ -16,7 +16,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from rollout_service.rewards.extraction import canonical_number, clean, final_answer
+from rollout_service.rewards.extraction import LENIENT, canonical_number, clean, final_answer
 
 Rule = Callable[[str, str, bool], tuple[float, str | None]]
 
@@ -51,13 +51,14 @@ _SCALE = re.compile(
 )
 
 
-def math_verify(gold: str, response: str, truncated: bool) -> tuple[float, str | None]:
+def math_verify(gold: str, response: str, truncated: bool, extraction: str = LENIENT) -> tuple[float, str | None]:
     """Score a response by the value of its final answer.
 
     Args:
         gold: gold answer as text (LaTeX or plain).
         response: decoded response.
         truncated: the response ended at its length limit; see `extraction.final_answer`.
+        extraction: `strict` or `lenient`: where the answer may stand.
 
     Returns:
         `(acc, extracted)`: 1.0 or 0.0, and the answer as found (None when there is none, which is wrong).
@@ -68,7 +69,7 @@ def math_verify(gold: str, response: str, truncated: bool) -> tuple[float, str |
     gold_text = clean(gold)
     if not gold_text:
         raise ValueError(f"the gold answer {gold!r} is empty")
-    extracted = final_answer(response, truncated)
+    extracted = final_answer(response, truncated, extraction)
     if extracted is None:
         return 0.0, None
     return float(_equal(gold_text, clean(extracted))), extracted
@@ -281,3 +282,8 @@ def minerva_normal(answer: str) -> str:
 
 
 RULES: dict[str, Rule] = {"math_verify": math_verify, "dapo_exact": dapo_exact}
+
+
+def builtin_rule(name: str, extraction: str) -> Rule:
+    """A rule of `RULES` with the configured extraction; `dapo_exact` has one of its own."""
+    return functools.partial(math_verify, extraction=extraction) if name == "math_verify" else RULES[name]
