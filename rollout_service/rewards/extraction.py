@@ -167,7 +167,7 @@ def clean(text: str) -> str:
     text = re.sub(r"(?<!\\)\\[,;:! ]|~", " ", _THIN_SPACE.sub("", text))
     if _SPACED_THOUSANDS.fullmatch(text):
         text = text.replace(" ", "")
-    if text[:1] == "{" and text[-1:] == "}" and not re.search(r"[{}]", text[1:-1]):
+    if _wrapped_in_braces(text):
         return clean(text[1:-1])
     whole = _WRAPPED_TEXT.fullmatch(text)
     if whole:
@@ -175,6 +175,19 @@ def clean(text: str) -> str:
     if text.startswith("+"):
         text = text[1:].lstrip()
     return text
+
+
+def _wrapped_in_braces(text: str) -> bool:
+    """Whether the first brace closes with the last: `{{7}}` and `{\\frac{1}{2}}`, but not `{1}{2}`."""
+    # Only short text: each level is looked at again, and nobody nests a long answer in bare braces.
+    if not (text[:1] == "{" and text[-1:] == "}") or len(text) > 200:
+        return False
+    depth = 0
+    for token in re.finditer(r"\\.|[{}]", text):
+        depth += {"{": 1, "}": -1}.get(token.group(), 0)
+        if depth == 0:
+            return token.end() == len(text)
+    return False
 
 
 def _strip_tail(text: str) -> str:

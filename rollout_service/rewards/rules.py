@@ -87,9 +87,13 @@ def _equal(gold: str, answer: str) -> bool:
     if gold_number is not None:
         answer = _without_unit(answer)
     answer_number = canonical_number(answer)
+    if answer_number is not None:
+        if gold_number == answer_number:
+            return True
+        answer = answer_number  # without thousands separators, which would look like a list below
     if gold_number is not None and _INTEGER.fullmatch(gold_number):
         if answer_number is not None:
-            return gold_number == answer_number
+            return False
         if _PERCENT.search(answer) or _lists_more(gold, answer):
             return False
     if len(answer) > ANSWER_CHARS + 10 * len(gold):
@@ -102,14 +106,15 @@ def _equal(gold: str, answer: str) -> bool:
     gold_values = _parse(gold_number or gold)
     if gold_values and all(_is_scalar(value) for value in gold_values) and _lists_more(gold, answer):
         return False
-    answer_values = _parse(answer_number or answer)
+    answer_values = _parse(answer)
     if not gold_values or not answer_values:
         return bool(_words(gold)) and _words(gold) == _words(answer)
     return any(_same_value(g, a) for g in gold_values for a in answer_values)
 
 
 def _squeeze(text: str) -> str:
-    return re.sub(r"\s+", "", text)
+    """Without white space, but for that between digits: `1 2` is not 12."""
+    return re.sub(r"(?<![0-9])\s+|\s+(?![0-9])", "", text)
 
 
 def _words(text: str) -> str:
