@@ -106,6 +106,23 @@ def doctor() -> None:
     raise typer.Exit(diagnose(Console()))
 
 
+@app.command()
+def reward(
+    file: Annotated[Path, typer.Argument(metavar="FILE.jsonl", help='Lines {"gold", "response", "finish_reason"?}.')],
+    rule: Annotated[
+        str, typer.Option(help="math_verify, dapo_exact, package.module:function, or http://...")
+    ] = "math_verify",
+    extraction: Annotated[str, typer.Option(help="strict or lenient")] = "lenient",
+    workers: Annotated[int, typer.Option(help="Worker processes.")] = 2,
+    timeout_s: Annotated[float, typer.Option(help="Deadline for one call of the rule.")] = 10.0,
+    out: Annotated[Path | None, typer.Option(help="Where the verdicts go; standard output if not given.")] = None,
+) -> None:
+    """Score recorded responses with a reward rule of training; exit code 1 if a line has no verdict."""
+    from dapo_megatron.reward_command import score
+
+    raise typer.Exit(score(file, out, rule=rule, extraction=extraction, workers=workers, timeout_s=timeout_s))
+
+
 def _checked(path: Path, overrides: Sequence[str]) -> RunConfig:
     """Load and check; remarks go to standard error."""
     from dapo_megatron.config.validate import check_launch

@@ -106,12 +106,16 @@ def _data_metrics(ticket: Ticket, config: RunConfig, trainer_version: int) -> di
     lengths = np.concatenate([g.response_lengths for g in groups])
     rewards = np.concatenate([g.rewards for g in groups])
     acc = np.concatenate([g.acc for g in groups])
+    names = dict.fromkeys(name for g in groups for name in g.reward_parts)
+    parts = {name: np.concatenate([g.reward_parts[name] for g in groups if name in g.reward_parts]) for name in names}
     staleness = np.array([trainer_version - g.oldest_version for g in groups])
     return {
         "critic/score/mean": float(acc.mean()),
         "critic/rewards/mean": float(rewards.mean()),
         "critic/rewards/max": float(rewards.max()),
         "critic/rewards/min": float(rewards.min()),
+        **{f"critic/rewards/{name}/mean": float(values.mean()) for name, values in parts.items()},
+        "critic/overlong_share": float((parts["overlong_penalty"] < 0).mean()) if "overlong_penalty" in parts else 0.0,
         "response_length/mean": float(lengths.mean()),
         "response_length/max": float(lengths.max()),
         "response_length/min": float(lengths.min()),

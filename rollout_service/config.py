@@ -115,21 +115,70 @@ class FilterGroupsSection(Section):
     )
 
 
+def check_rule_name(rule: str) -> str:
+    """Refuse what is neither a built-in rule, an import path nor an address.
+
+    Raises:
+        ValueError: names the forms that a rule may have.
+    """
+    module, _, function = rule.partition(":")
+    importable = all(part.isidentifier() for part in (*module.split("."), *function.split(".")))
+    if rule in BUILTIN_RULES or importable or rule.startswith(("http://", "https://")):
+        return rule
+    raise ValueError(
+        f"{rule!r} is no reward rule: give one of {', '.join(BUILTIN_RULES)}, an import path package.module:function, or "
+        "the http:// or https:// address of a reward server"
+    )
+
+
+BUILTIN_RULES = ("math_verify", "dapo_exact")
+
+
+class ExtraRuleSection(Section):
+    """A rule whose weighted score is added to the reward. The accuracy and the group filter do not see it."""
+
+    rule: str = Field(description="As `rollout.reward.rule`.")
+    weight: float = Field(1.0, description="Factor of its score.")
+
+    _rule_is_known = field_validator("rule")(check_rule_name)
+
+
 class RewardSection(Section):
     """How a response is scored."""
 
-    rule: Literal["math_verify", "dapo_exact"] = Field(
-        "math_verify", description="`math_verify`, or the paper's string rule `dapo_exact`."
+    rule: str = Field(
+        "math_verify",
+        description="Gives `acc`: `math_verify`, the paper's string rule `dapo_exact`, a function by import path (`package.module:function`), or a reward server (`http://...`).",
+    )
+    extraction: Literal["strict", "lenient"] = Field(
+        "lenient",
+        description="Where `math_verify` looks for the final answer: `strict` only in a last line `Answer: ...`, `lenient` also in the last `\\boxed{}` and after `####`.",
+    )
+    extra_rules: list[ExtraRuleSection] = Field(
+        default_factory=list, description="Further rules, `{rule, weight}`, added to the reward but not to `acc`."
     )
     correct: float = Field(1.0, description="Reward of a right answer.")
     incorrect: float = Field(-1.0, description="Reward of a wrong answer.")
-    workers: int = Field(2, gt=0, description="Reward worker processes.")
+    workers: int = Field(2, gt=0, description="Worker processes of each rule that is no coroutine and no server.")
     timeout_s: float = Field(
         10.0,
         gt=0,
-        description="Hard deadline for one sample; the worker is killed and the sample is marked `reward_timeout`.",
+        description="Hard deadline for one call of a rule (a sample, a group, or an HTTP batch); a worker is killed and the sample is marked `reward_timeout`.",
     )
     memory_limit_mb: int = Field(2048, gt=0, description="Address space of one worker.")
+    recycle_after: int = Field(20000, gt=0, description="Calls after which a worker is replaced by a fresh one.")
+    concurrency: int = Field(16, gt=0, description="Calls in flight at once of a coroutine or a reward server.")
+    http_batch_size: int = Field(32, gt=0, description="Most samples in one request to a reward server.")
+
+    _rule_is_known = field_validator("rule")(check_rule_name)
+
+    @model_validator(mode="after")
+    def _names_are_distinct(self) -> RewardSection:
+        names = [self.rule, *(extra.rule for extra in self.extra_rules)]
+        twice = {name for name in names if names.count(name) > 1}
+        if twice:
+            raise ValueError(f"extra_rules: {', '.join(sorted(twice))} is given twice; give one weight to each rule")
+        return self
 
 
 class RolloutSection(Section):

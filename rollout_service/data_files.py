@@ -83,6 +83,13 @@ def check_files(data: DataSection) -> int:
     return total
 
 
+def first_row(data: DataSection) -> Row | None:
+    """The first row, or None when it would have to be downloaded. Raises `DataError`."""
+    if _local_file(data.train[0]) is None:
+        return None
+    return next(iterate_rows(data.train[:1], data), None)
+
+
 def check_template(template: str) -> None:
     if "{prompt}" not in template:
         raise DataError(f"data.template={template!r} does not contain {{prompt}}, so every prompt would be the same")

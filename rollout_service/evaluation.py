@@ -76,6 +76,7 @@ async def run_evaluation(
                 n,
                 priority=(0, index),  # before any training request
                 what=f"evaluation set {name!r}, row {prompt.prompt_id!r}",
+                text=prompt.text,
             )
             for index, prompt in enumerate(prompts)
         )

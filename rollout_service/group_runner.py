@@ -12,7 +12,7 @@ import hashlib
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -20,9 +20,9 @@ import numpy as np
 from rollout_service.config import RolloutSection, SamplingSection
 from rollout_service.engine import EngineError
 from rollout_service.fleet import Fleet
-from rollout_service.rewards import Score
+from rollout_service.rewards import Item, Score
 from rollout_service.rewards.overlong import shape_reward
-from rollout_service.rewards.pool import RewardPool
+from rollout_service.rewards.scorer import RewardScorer
 from rollout_service.sample import FinishReason, Group, Sample
 
 log = logging.getLogger(__name__)
@@ -87,7 +87,7 @@ class GroupRunner:
         self,
         rollout: RolloutSection,
         fleet: Fleet,
-        rewards: RewardPool,
+        rewards: RewardScorer,
         decode: Decode,
         stop_token_ids: list[int],
         seed: int,
@@ -117,6 +117,7 @@ class GroupRunner:
             self._rollout.n_samples_per_prompt,
             priority=(1, order),
             what=f"prompt {prompt_id!r} (epoch {epoch}, admitted as number {order})",
+            text=text,
         )
         return Group(
             order=order,
@@ -139,6 +140,7 @@ class GroupRunner:
         n: int,
         priority: tuple[int, ...],
         what: str,
+        text: str = "",
     ) -> tuple[list[Sample], int]:
         """Generate and score `n` samples of one prompt.
 
@@ -146,6 +148,7 @@ class GroupRunner:
             name: unique among running requests.
             priority: smaller goes first.
             what: the prompt, in words for an error message.
+            text: the prompt's text, for the reward rules.
 
         Returns:
             The samples, and the number of attempts that the slowest of them took.
@@ -171,7 +174,7 @@ class GroupRunner:
                     f"{name}-{attempt}-{index}",
                     ids,
                     params | {"sampling_seed": sampling_seed(self._seed, name, attempt, index)},
-                    answer,
+                    Item(answer, "", False, text),
                     (*priority, index),
                 )
                 for index in missing
@@ -183,12 +186,19 @@ class GroupRunner:
                     causes.append(str(result))
                     self.counters.retried_samples += 1
                     log.warning("%s, sample %d, attempt %d of %d: %s", what, index, attempt, limit, result)
+            complete = [sample for sample in samples if sample is not None]
+            if self._rewards.per_group and len(complete) == n:
+                for index, fault in await self._judge_group(complete, Item(answer, "", False, text)):
+                    samples[index] = None
+                    causes.append(str(fault))
+                    self.counters.retried_samples += 1
+                    log.warning("%s, sample %d, attempt %d of %d: %s", what, index, attempt, limit, fault)
         return [sample for sample in samples if sample is not None], attempt
 
     async def _one(
-        self, rid: str, ids: list[int], params: dict[str, Any], answer: str, priority: tuple[int, ...]
+        self, rid: str, ids: list[int], params: dict[str, Any], item: Item, priority: tuple[int, ...]
     ) -> Sample | EngineError | SampleFault:
-        """One sample, or what went wrong with it."""
+        """One sample, or what went wrong with it. It is scored here unless a rule judges whole groups."""
         began = time.monotonic()
         try:
             completion = await self._fleet.generate(ids, params, rid, priority)
@@ -206,27 +216,44 @@ class GroupRunner:
             finish_reason=completion.finish_reason,
             text=self._decode(completion.ids.tolist()),
         )
-        score = await self._score(answer, sample)
-        if score.error is not None:
-            self._fault(score.error)
-            return SampleFault(f"{rid}: {score.error} on a response that ends {sample.text[-80:]!r}")
         sample.validate()
-        sample.acc = score.acc
-        sample.reward, sample.reward_details = shape_reward(score, len(completion.ids), self._rollout)
-        scored = time.monotonic()
-        sample.timings = {"generate": generated - began, "reward": scored - generated}
-        self.counters.samples += 1
-        self.counters.tokens += len(completion.ids)
+        sample.timings = {"generate": generated - began}
         self.counters.generate_s += generated - began
-        self.counters.reward_s += scored - generated
-        return sample
+        if self._rewards.per_group:
+            return sample
+        faults = await self._judge([sample], item)
+        return SampleFault(f"{rid}: {faults[0][1]}") if faults else sample
 
-    async def _score(self, answer: str, sample: Sample) -> Score:
-        """The rule's verdict; asked once more after a fault, which may be the worker's and not the response's."""
-        score = await self._rewards.score(answer, sample.text, sample.truncated)
-        if score.error is None:
-            return score
-        return await self._rewards.score(answer, sample.text, sample.truncated)
+    async def _judge_group(self, samples: list[Sample], item: Item) -> list[tuple[int, SampleFault]]:
+        return [(index, SampleFault(fault)) for index, fault in await self._judge(samples, item)]
+
+    async def _judge(self, samples: list[Sample], item: Item) -> list[tuple[int, str]]:
+        """Score samples of one prompt and shape their rewards; returns `(index, cause)` of those without a verdict.
+
+        A fault is asked about once more: it may be the worker's and not the response's.
+        """
+        began = time.monotonic()
+        items = [replace(item, response=sample.text, truncated=sample.truncated) for sample in samples]
+        scores = await self._rewards.score_group(items)
+        if any(score.error is not None for score in scores):
+            scores = await self._rewards.score_group(items)
+        elapsed = (time.monotonic() - began) / len(samples)
+        faults = []
+        for index, (sample, score) in enumerate(zip(samples, scores, strict=True)):
+            if score.error is not None:
+                self._fault(score.error)
+                faults.append((index, self._why(score, sample)))
+                continue
+            sample.acc = score.acc
+            sample.reward, sample.reward_details = shape_reward(score, len(sample.response_ids), self._rollout)
+            sample.timings["reward"] = elapsed
+            self.counters.samples += 1
+            self.counters.tokens += len(sample.response_ids)
+            self.counters.reward_s += elapsed
+        return faults
+
+    def _why(self, score: Score, sample: Sample) -> str:
+        return f"{score.error} on a response that ends {sample.text[-80:]!r} (last fault of a rule: {self._rewards.last_fault})"
 
     def _fault(self, kind: str) -> None:
         self.counters.faults[kind] = self.counters.faults.get(kind, 0) + 1

@@ -95,6 +95,11 @@ class PromptSource:
     def epoch(self) -> int:
         return self._epoch
 
+    @property
+    def first(self) -> Prompt:
+        """The first prompt of the files, for a launch check. The cursor stays."""
+        return self._prompts[0]
+
     def next(self) -> Prompt:
         """The next prompt; never ends."""
         if self._position == len(self._prompts):

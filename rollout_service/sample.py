@@ -116,7 +116,8 @@ class Group:
 class GroupMeta:
     """Per-group part of a ticket: all that is needed to plan a batch without touching a token.
 
-    Arrays have one entry per sample: `response_lengths` int32, `rewards`/`acc` float32, `truncated` bool.
+    Arrays have one entry per sample: `response_lengths` int32, `rewards`/`acc` float32, `truncated` bool, and float32
+    for each name in `reward_parts`, whose values sum up to `rewards`.
     """
 
     order: int
@@ -130,6 +131,7 @@ class GroupMeta:
     oldest_version: WeightVersion
     newest_version: WeightVersion
     admitted_version: WeightVersion
+    reward_parts: dict[str, np.ndarray] = field(default_factory=dict)
 
     @staticmethod
     def of(group: Group) -> GroupMeta:
@@ -146,6 +148,10 @@ class GroupMeta:
             oldest_version=group.oldest_version,
             newest_version=max(v for s in samples for v, _ in s.versions),
             admitted_version=group.admitted_version,
+            reward_parts={
+                name: np.array([s.reward_details.get(name, 0.0) for s in samples], dtype=np.float32)
+                for name in dict.fromkeys(name for s in samples for name in s.reward_details)
+            },
         )
 
 

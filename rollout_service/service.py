@@ -28,7 +28,7 @@ from rollout_service.fleet import Fleet
 from rollout_service.group_runner import GroupRunner
 from rollout_service.prompts import Prompt, PromptSource, load_tokenizer, stop_token_ids
 from rollout_service.ray_cluster import ACTOR_NAME
-from rollout_service.rewards.pool import RewardPool
+from rollout_service.rewards.scorer import RewardScorer
 from rollout_service.sample import GroupMeta, Ticket, WeightVersion, pack_group
 from rollout_service.scheduler import Scheduler
 from rollout_service.server_process import Device
@@ -55,7 +55,7 @@ class RolloutService:
         self._scheduler = Scheduler(rollout.prompts_per_step, rollout.max_staleness, rollout.window_fraction)
         self._filter = GroupFilter(rollout.filter_groups)
         self._fleet = Fleet(settings, device, self._fail)
-        self._rewards = RewardPool(rollout.reward)
+        self._rewards = RewardScorer(rollout.reward)
         self._source: PromptSource | None = None
         self._runner: GroupRunner | None = None
         self._eval_prompts: dict[str, list[Prompt]] = {}
@@ -107,6 +107,7 @@ class RolloutService:
         try:
             await self._rewards.start()
             tokenizer, self._source, self._eval_prompts = await prompts  # bad data is reported before engines are up
+            await self._rewards.check(self._source.first.text, self._source.first.answer)
             endpoints = await engines
         except BaseException:
             engines.cancel()

@@ -7,7 +7,7 @@ import time
 from rollout_service.filters import GroupFilter
 from rollout_service.fleet import EngineState, Fleet
 from rollout_service.group_runner import GroupRunner
-from rollout_service.rewards.pool import RewardPool
+from rollout_service.rewards.scorer import RewardScorer
 from rollout_service.scheduler import Scheduler
 
 
@@ -18,7 +18,7 @@ class ServiceStatistics:
     an update.
     """
 
-    def __init__(self, fleet: Fleet, group_filter: GroupFilter, rewards: RewardPool, scheduler: Scheduler) -> None:
+    def __init__(self, fleet: Fleet, group_filter: GroupFilter, rewards: RewardScorer, scheduler: Scheduler) -> None:
         self.runner: GroupRunner | None = None
         self._fleet = fleet
         self._filter = group_filter

@@ -13,6 +13,7 @@ from dapo_megatron.config.errors import ConfigError
 from dapo_megatron.config.passthrough import megatron_fields, sglang_fields
 from dapo_megatron.config.sections import RunConfig
 from rollout_service.prompts import DataError, check_files
+from rollout_service.rewards.launch_check import check_custom_rules
 
 # Any one of these makes a folder loadable by AutoTokenizer.
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
@@ -38,6 +39,8 @@ def check_launch(config: RunConfig, source: str) -> list[str]:
         ConfigError: every problem of the model folder, the layout and the data files.
     """
     problems = _check_model(config) + _check_data(config) + _check_algorithm(config)
+    if not problems:  # the rules are tried on a row of the data
+        problems = [f"rollout.reward: {problem}" for problem in check_custom_rules(config.rollout.reward, config.data)]
     if problems:
         raise ConfigError(source, problems)
     return _remarks(config)

@@ -60,6 +60,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("critic/rewards/mean", "1", "mean shaped reward, overlong punishment included"),
     Metric("critic/rewards/max", "1", "largest shaped reward"),
     Metric("critic/rewards/min", "1", "smallest shaped reward"),
+    Metric("critic/overlong_share", "share", "samples with a soft overlong punishment"),
     Metric("critic/advantages/mean", "1", "mean advantage over samples"),
     Metric("critic/advantages/std", "1", "standard deviation of the advantages over samples"),
     Metric("response_length/mean", "tokens", "mean response length"),
@@ -133,6 +134,11 @@ FAMILIES: tuple[Metric, ...] = (
         "count",
         "groups since the last step by outcome: kept, solve_all, solve_none, constant, accepted; `share` is the filtered share of the window",
     ),
+    Metric(
+        "critic/rewards/<part>/mean",
+        "1",
+        "mean of one part of the shaped reward: acc_reward, overlong_penalty, or the weighted score of an extra rule",
+    ),
     Metric("val-core/<set>/acc/mean@<k>", "share", "accuracy on a held-out set, mean over k samples (greedy: k = 1)"),
     Metric("val-core/<set>/acc/best@<k>", "share", "problems with at least one right answer among k samples"),
     Metric("val-core/<set>/acc/maj@<k>", "share", "problems whose most frequent answer among k samples is right"),
@@ -150,7 +156,9 @@ FAMILIES: tuple[Metric, ...] = (
     ),
     Metric("rollout/<part>/<measure>", "various", "the same for one part: queue, engine, data"),
     Metric(
-        "reward/<measure>", "various", "reward pool since the last step: scored, timeouts, crashes, errors, seconds"
+        "reward/<measure>",
+        "various",
+        "reward rules since the last step: samples scored, faults by class (timeout, crash, error, http), workers respawned and recycled, batches sent, seconds",
     ),
 )
 

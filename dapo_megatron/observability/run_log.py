@@ -88,6 +88,7 @@ class RunLog:
                     "response": self._tokenizer.decode(group["response_ids"][:end].tolist()),
                     "acc": float(meta.acc[0]),
                     "reward": float(meta.rewards[0]),
+                    "reward_parts": {name: float(values[0]) for name, values in meta.reward_parts.items()},
                     "truncated": bool(meta.truncated[0]),
                     "versions": sorted(set(group["token_versions"][:end].tolist())),
                 }

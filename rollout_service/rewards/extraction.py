@@ -1,10 +1,13 @@
 """Find the final answer of a response and tidy its spelling. Pure text, no mathematics.
 
-The order, highest first:
+`lenient`, in this order:
 
-1. the last `Answer:` line; a `\\boxed{}` inside it wins over the rest of the line;
+1. the last `Answer:`, to the end of its line; a `\\boxed{}` inside it wins over the rest of the line;
 2. the last `\\boxed{}`;
 3. what follows the last `####` (GSM8K).
+
+`strict` knows only the first, and wants the last `Answer:` to begin its line, as the paper's prompt demands (emphasis,
+list marks and "Final" may stand before it).
 
 A response with none of them has no answer. The last box decides: when it is empty or never closed there is no
 answer, an earlier box does not step in. In a truncated response only an answer that is visibly complete and stands
@@ -18,6 +21,8 @@ from typing import NamedTuple
 
 # Emphasis may stand on either side of the colon: `**Answer:** 34`, `**Final answer**: 34`.
 _ANSWER_LABEL = re.compile(r"(?<![A-Za-z])answer\s*(?:\*\*|__)?\s*[:\uff1a][ \t]*(?:\*\*|__)?", re.IGNORECASE)
+# What may stand before the label on a line of its own.
+_LINE_START = re.compile(r"[ \t>*_#-]*(?:(?:the|my)[ \t]+)?(?:final[ \t]+)?[*_]*", re.IGNORECASE)
 _TEX_TOKEN = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])[ \t]*|\\.|[{}]", re.DOTALL)
 _BARE_TOKEN = re.compile(r"[^\s$.,;{}\\]+")
 _GSM8K = re.compile(r"####[ \t]*([^\n]*)")
@@ -42,6 +47,9 @@ _LEAD_IN = re.compile(
 _NUMBER = re.compile(r"([+-]?)([0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)?(?:\.([0-9]*))?(?:[eE]([+-]?[0-9]{1,4}))?")
 
 
+STRICT, LENIENT = "strict", "lenient"
+
+
 class Found(NamedTuple):
     """A span of a response: the answer text (None when the place that decides holds none) and where it ends."""
 
@@ -50,14 +58,18 @@ class Found(NamedTuple):
     closed: bool  # the text has an explicit end (a brace, a delimiter), so a cut cannot have shortened it
 
 
-def final_answer(response: str, truncated: bool = False) -> str | None:
+def final_answer(response: str, truncated: bool = False, extraction: str = LENIENT) -> str | None:
     """The final answer as it stands in the response, or None when the response gives none.
 
     Args:
         response: decoded response, without the prompt.
         truncated: the response ended at its length limit (finish reason `length`).
+        extraction: `strict` or `lenient`, see the module docstring.
     """
-    found = _answer_line(response) or _last_box(response, 0, len(response)) or _last_gsm8k(response)
+    if extraction == STRICT:
+        found = _answer_line(response, own_line=True)
+    else:
+        found = _answer_line(response) or _last_box(response, 0, len(response)) or _last_gsm8k(response)
     if found is None or found.text is None or not found.text.strip():
         return None
     if truncated:
@@ -75,10 +87,14 @@ def _last_match(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
     return last
 
 
-def _answer_line(response: str) -> Found | None:
+def _answer_line(response: str, own_line: bool = False) -> Found | None:
     label = _last_match(_ANSWER_LABEL, response)
     if label is None:
         return None
+    if own_line:
+        line = response.rfind("\n", 0, label.start()) + 1
+        if not _LINE_START.fullmatch(response, line, label.start()):
+            return None
     start = label.end()
     while start < len(response) and response[start].isspace():
         start += 1
@@ -151,7 +167,7 @@ def clean(text: str) -> str:
     text = re.sub(r"(?<!\\)\\[,;:! ]|~", " ", _THIN_SPACE.sub("", text))
     if _SPACED_THOUSANDS.fullmatch(text):
         text = text.replace(" ", "")
-    if text[:1] == "{" and text[-1:] == "}" and not re.search(r"[{}]", text[1:-1]):
+    if _wrapped_in_braces(text):
         return clean(text[1:-1])
     whole = _WRAPPED_TEXT.fullmatch(text)
     if whole:
@@ -159,6 +175,19 @@ def clean(text: str) -> str:
     if text.startswith("+"):
         text = text[1:].lstrip()
     return text
+
+
+def _wrapped_in_braces(text: str) -> bool:
+    """Whether the first brace closes with the last: `{{7}}` and `{\\frac{1}{2}}`, but not `{1}{2}`."""
+    # Only short text: each level is looked at again, and nobody nests a long answer in bare braces.
+    if not (text[:1] == "{" and text[-1:] == "}") or len(text) > 200:
+        return False
+    depth = 0
+    for token in re.finditer(r"\\.|[{}]", text):
+        depth += {"{": 1, "}": -1}.get(token.group(), 0)
+        if depth == 0:
+            return token.end() == len(text)
+    return False
 
 
 def _strip_tail(text: str) -> str:

@@ -38,8 +38,8 @@ def shape_reward(score: Score, length: int, rollout: RolloutSection) -> tuple[fl
         length: response length in tokens, the closing end-of-sequence id included.
 
     Returns:
-        `(reward, details)`: `details["acc_reward"]` + `details["overlong_penalty"]` = reward. A score between 0 and 1
-        lies proportionally between `reward.incorrect` and `reward.correct`.
+        `(reward, details)`: the values of `details` (`acc_reward`, `overlong_penalty`, and one for each extra rule) sum
+        up to the reward. A score between 0 and 1 lies proportionally between `reward.incorrect` and `reward.correct`.
 
     Raises:
         ValueError: the score carries an error. Such a sample has no reward and must be scored again.
@@ -51,4 +51,5 @@ def shape_reward(score: Score, length: int, rollout: RolloutSection) -> tuple[fl
     settings = rollout.reward
     acc_reward = score.acc * settings.correct + (1.0 - score.acc) * settings.incorrect
     penalty = overlong_penalty(length, rollout.max_response_length, rollout.overlong_buffer)
-    return acc_reward + penalty, {"acc_reward": acc_reward, "overlong_penalty": penalty}
+    details = {"acc_reward": acc_reward, "overlong_penalty": penalty, **score.extras}
+    return acc_reward + penalty + sum(score.extras.values()), details

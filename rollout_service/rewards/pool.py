@@ -25,14 +25,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import IO, Any
 
 import rollout_service
 from rollout_service.config import RewardSection
-from rollout_service.rewards import REWARD_CRASH, REWARD_ERROR, REWARD_TIMEOUT, Score
-from rollout_service.rewards.worker import CANARIES, CONTROL, LENGTH, frame
+from rollout_service.rewards import REWARD_CRASH, REWARD_ERROR, REWARD_TIMEOUT, Item, RewardPoolError, Score
+from rollout_service.rewards.contract import request_of
+from rollout_service.rewards.worker import ASYNC, CANARIES, CONTROL, LENGTH, PER_GROUP, frame
 
 logger = logging.getLogger(__name__)
 
@@ -43,22 +44,17 @@ CONTROL_TIMEOUT_S = 30.0  # a fork or a kill, and a canary in the new worker
 CLOSE_TIMEOUT_S = 5.0
 
 
-class RewardPoolError(RuntimeError):
-    """The pool itself cannot work: its processes do not start, or do not answer."""
-
-
 class _Zygote:
     """Client of the zygote process: forks and kills workers."""
 
-    def __init__(self, reward: RewardSection) -> None:
-        self._reward = reward
+    def __init__(self, reward: RewardSection, rule: str) -> None:
         self._lock = asyncio.Lock()
         self._stderr: IO[bytes] = tempfile.TemporaryFile()
         self._control, theirs = socket.socketpair()
         self._control.setblocking(False)
         env = dict(os.environ, PYTHONPATH=os.pathsep.join(_import_path()), OMP_NUM_THREADS="1")
         command = [sys.executable, "-P", "-m", "rollout_service.rewards.worker"]
-        command += ["--rule", reward.rule, "--memory-mb", str(reward.memory_limit_mb)]
+        command += ["--rule", rule, "--extraction", reward.extraction, "--memory-mb", str(reward.memory_limit_mb)]
         command += ["--control-fd", str(theirs.fileno()), "--parent-pid", str(os.getpid())]
         with theirs:
             self.process = subprocess.Popen(
@@ -71,8 +67,9 @@ class _Zygote:
                 start_new_session=True,
             )
 
-    async def ready(self) -> None:
-        await self._reply(b"R", START_TIMEOUT_S)
+    async def ready(self) -> int:
+        """Wait for the import of the rule; returns the flags of the message `R`."""
+        return await self._reply(b"R", START_TIMEOUT_S)
 
     async def fork(self, sock: socket.socket) -> int:
         """Fork a worker that serves `sock`; returns its pid."""
@@ -137,6 +134,7 @@ class _Worker:
     def __init__(self, pid: int, zygote: _Zygote, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.pid = pid
         self.zygote = zygote
+        self.served = 0
         self._reader = reader
         self._writer = writer
 
@@ -144,8 +142,9 @@ class _Worker:
     def hung_up(self) -> bool:
         return self._reader.at_eof() or self._writer.is_closing()
 
-    async def ask(self, gold: str, response: str, truncated: bool) -> dict[str, Any]:
-        self._writer.write(frame({"gold": gold, "response": response, "truncated": truncated}))
+    async def ask(self, request: dict[str, Any]) -> dict[str, Any]:
+        self.served += 1
+        self._writer.write(frame(request))
         await self._writer.drain()
         (size,) = LENGTH.unpack(await self._reader.readexactly(LENGTH.size))
         reply: dict[str, Any] = json.loads(await self._reader.readexactly(size))
@@ -156,14 +155,18 @@ class _Worker:
 
 
 class RewardPool:
-    """`reward.workers` processes that apply `reward.rule`.
+    """`reward.workers` processes that apply one rule.
 
-    Invariant: every worker is idle (in the queue), busy (held by one `score` call) or being replaced (by a background
-    task). A `score` call either puts its worker back unharmed or starts its replacement.
+    Invariant: every worker is idle (in the queue), busy (held by one call) or being replaced (by a background task).
+    A call either puts its worker back unharmed or starts its replacement. Calls beyond the number of workers wait.
+
+    Args:
+        rule: name or import path; None means `reward.rule`.
     """
 
-    def __init__(self, reward: RewardSection) -> None:
+    def __init__(self, reward: RewardSection, rule: str | None = None) -> None:
         self._reward = reward
+        self.rule = rule or reward.rule
         self._idle: asyncio.Queue[_Worker | None] = asyncio.Queue()  # None wakes the waiters of a broken pool
         self._zygote: _Zygote | None = None
         self._zygote_lock = asyncio.Lock()
@@ -171,8 +174,10 @@ class RewardPool:
         self._replacing: set[asyncio.Task[None]] = set()
         self._failure: BaseException | None = None
         self._closed = False
-        self._counts = {"scored": 0, REWARD_TIMEOUT: 0, REWARD_CRASH: 0, REWARD_ERROR: 0, "respawned": 0}
+        self._counts = {"scored": 0, REWARD_TIMEOUT: 0, REWARD_CRASH: 0, REWARD_ERROR: 0, "respawned": 0, "recycled": 0}
         self._busy_s = 0.0
+        self.last_fault = ""
+        self._flags = 0
 
     async def start(self) -> None:
         """Start the processes and try the rule in each.
@@ -187,38 +192,60 @@ class RewardPool:
             await self.close()
             raise
 
-    async def score(self, gold: str, response: str, truncated: bool) -> Score:
-        """Score one response. A bad item gives a `Score` with an error, not an exception.
+    @property
+    def per_group(self) -> bool:
+        """Whether the rule judges a whole group at once. Known after `start`."""
+        return bool(self._flags & PER_GROUP)
 
-        The deadline of `reward.timeout_s` counts from the moment a worker takes the item, not while it waits for one.
+    @property
+    def is_async(self) -> bool:
+        """Whether the rule is a coroutine function, which does not belong here. Known after `start`."""
+        return bool(self._flags & ASYNC)
+
+    async def score(self, gold: str, response: str, truncated: bool, prompt: str = "") -> Score:
+        """Score one response; see `score_items`."""
+        return (await self.score_items([Item(gold, response, truncated, prompt)]))[0]
+
+    async def score_items(self, items: Sequence[Item]) -> list[Score]:
+        """Score one response, or with a rule `per_group` the responses of a group, in one call of the rule.
+
+        A bad item gives a `Score` with an error, not an exception. The deadline of `reward.timeout_s` counts from the
+        moment a worker takes the call, not while it waits for one.
 
         Raises:
             RewardPoolError: the pool is closed, was never started, or cannot replace its workers.
         """
+        request = request_of(items, self.per_group)
         worker = await self._take()
         began, intact, detail = time.monotonic(), False, ""
         try:
             async with asyncio.timeout(self._reward.timeout_s):
-                reply = await worker.ask(gold, response, truncated)
+                reply = await worker.ask(request)
             if "error" in reply:
                 error, detail = REWARD_ERROR, reply["error"]
             else:
                 intact = True
-                self._counts["scored"] += 1
-                return Score(float(reply["acc"]), reply["extracted"])
+                self._counts["scored"] += len(items)
+                return [Score(acc, extracted) for acc, extracted in reply["results"]]
         except TimeoutError:
             error, detail = REWARD_TIMEOUT, f"no verdict within {self._reward.timeout_s:g} s"
         except (ConnectionError, asyncio.IncompleteReadError):
             error, detail = REWARD_CRASH, "the worker died"
         finally:
             self._busy_s += time.monotonic() - began
-            if intact and not self._closed:
+            worn = worker.served >= self._reward.recycle_after
+            if intact and not worn and not self._closed:
                 self._idle.put_nowait(worker)
             else:  # also when this call is cancelled: the worker still computes an answer that nobody reads
+                self._counts["recycled"] += intact and worn
                 self._replace(worker)
-        self._counts[error] += 1
-        logger.warning("%s: %s; gold %.80r, response ends %.120r", error, detail, gold, response[-120:])
-        return Score(0.0, None, error)
+        self._counts[error] += len(items)
+        self.last_fault = f"{self.rule}: {detail}"
+        last = items[-1]
+        logger.warning(
+            "%s: %s: %s; gold %.80r, response ends %.120r", self.rule, error, detail, last.gold, last.response[-120:]
+        )
+        return [Score(0.0, None, error)] * len(items)
 
     def stats(self) -> dict[str, float]:
         """Counts since `start`, busy seconds of all workers, and the number of idle ones."""
@@ -290,18 +317,24 @@ class RewardPool:
             pid = await zygote.fork(theirs)
         reader, writer = await asyncio.open_unix_connection(sock=ours)
         worker = _Worker(pid, zygote, reader, writer)
-        gold, response, expected = CANARIES[self._reward.rule][0]
-        try:
-            async with asyncio.timeout(CONTROL_TIMEOUT_S):
-                reply = await worker.ask(gold, response, truncated=False)
-        except (TimeoutError, ConnectionError, asyncio.IncompleteReadError) as error:
-            worker.hang_up()
-            raise RewardPoolError(f"a new reward worker (pid {pid}) does not answer: {error!r}") from error
-        if reply.get("acc") != expected:
-            worker.hang_up()
-            raise RewardPoolError(f"a new reward worker (pid {pid}) answers {reply} to {response!r}, gold {gold!r}")
+        if self.rule in CANARIES:
+            await self._try(worker)
         self._workers[pid] = worker
         return worker
+
+    async def _try(self, worker: _Worker) -> None:
+        gold, response, expected = CANARIES[self.rule][0]
+        try:
+            async with asyncio.timeout(CONTROL_TIMEOUT_S):
+                reply = await worker.ask(request_of([Item(gold, response, False)], per_group=False))
+        except (TimeoutError, ConnectionError, asyncio.IncompleteReadError) as error:
+            worker.hang_up()
+            raise RewardPoolError(f"a new reward worker (pid {worker.pid}) does not answer: {error!r}") from error
+        if not reply.get("results") or reply["results"][0][0] != expected:
+            worker.hang_up()
+            raise RewardPoolError(
+                f"a new reward worker (pid {worker.pid}) answers {reply} to {response!r}, gold {gold!r}"
+            )
 
     async def _living_zygote(self) -> _Zygote:
         async with self._zygote_lock:
@@ -310,8 +343,8 @@ class RewardPool:
             if self._zygote is not None:
                 logger.error("the reward zygote (pid %d) died; starting another", self._zygote.process.pid)
                 await self._zygote.close()
-            self._zygote = _Zygote(self._reward)
-            await self._zygote.ready()
+            self._zygote = _Zygote(self._reward, self.rule)
+            self._flags = await self._zygote.ready()
             return self._zygote
 
 

@@ -16,7 +16,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from rollout_service.rewards.extraction import canonical_number, clean, final_answer
+from rollout_service.rewards.extraction import LENIENT, canonical_number, clean, final_answer
 
 Rule = Callable[[str, str, bool], tuple[float, str | None]]
 
@@ -51,13 +51,14 @@ _SCALE = re.compile(
 )
 
 
-def math_verify(gold: str, response: str, truncated: bool) -> tuple[float, str | None]:
+def math_verify(gold: str, response: str, truncated: bool, extraction: str = LENIENT) -> tuple[float, str | None]:
     """Score a response by the value of its final answer.
 
     Args:
         gold: gold answer as text (LaTeX or plain).
         response: decoded response.
         truncated: the response ended at its length limit; see `extraction.final_answer`.
+        extraction: `strict` or `lenient`: where the answer may stand.
 
     Returns:
         `(acc, extracted)`: 1.0 or 0.0, and the answer as found (None when there is none, which is wrong).
@@ -68,7 +69,7 @@ def math_verify(gold: str, response: str, truncated: bool) -> tuple[float, str |
     gold_text = clean(gold)
     if not gold_text:
         raise ValueError(f"the gold answer {gold!r} is empty")
-    extracted = final_answer(response, truncated)
+    extracted = final_answer(response, truncated, extraction)
     if extracted is None:
         return 0.0, None
     return float(_equal(gold_text, clean(extracted))), extracted
@@ -86,9 +87,13 @@ def _equal(gold: str, answer: str) -> bool:
     if gold_number is not None:
         answer = _without_unit(answer)
     answer_number = canonical_number(answer)
+    if answer_number is not None:
+        if gold_number == answer_number:
+            return True
+        answer = answer_number  # without thousands separators, which would look like a list below
     if gold_number is not None and _INTEGER.fullmatch(gold_number):
         if answer_number is not None:
-            return gold_number == answer_number
+            return False
         if _PERCENT.search(answer) or _lists_more(gold, answer):
             return False
     if len(answer) > ANSWER_CHARS + 10 * len(gold):
@@ -101,14 +106,15 @@ def _equal(gold: str, answer: str) -> bool:
     gold_values = _parse(gold_number or gold)
     if gold_values and all(_is_scalar(value) for value in gold_values) and _lists_more(gold, answer):
         return False
-    answer_values = _parse(answer_number or answer)
+    answer_values = _parse(answer)
     if not gold_values or not answer_values:
         return bool(_words(gold)) and _words(gold) == _words(answer)
     return any(_same_value(g, a) for g in gold_values for a in answer_values)
 
 
 def _squeeze(text: str) -> str:
-    return re.sub(r"\s+", "", text)
+    """Without white space, but for that between digits: `1 2` is not 12."""
+    return re.sub(r"(?<![0-9])\s+|\s+(?![0-9])", "", text)
 
 
 def _words(text: str) -> str:
@@ -281,3 +287,8 @@ def minerva_normal(answer: str) -> str:
 
 
 RULES: dict[str, Rule] = {"math_verify": math_verify, "dapo_exact": dapo_exact}
+
+
+def builtin_rule(name: str, extraction: str) -> Rule:
+    """A rule of `RULES` with the configured extraction; `dapo_exact` has one of its own."""
+    return functools.partial(math_verify, extraction=extraction) if name == "math_verify" else RULES[name]

@@ -2,17 +2,18 @@
 
     pool (asyncio) --control socket--> zygote --fork--> worker <--own socket--> pool
 
-Run as `python -P -m rollout_service.rewards.worker --rule NAME --control-fd N --parent-pid P --memory-mb M`. It is a plain
-program, not a `multiprocessing` child: it never imports the `__main__` of the process that owns the pool, which
+Run as `python -P -m rollout_service.rewards.worker --rule NAME --extraction E --control-fd N --parent-pid P --memory-mb M`.
+It is a plain program, not a `multiprocessing` child: it never imports the `__main__` of the process that owns the pool, which
 inside a Ray actor is Ray's own start file. Forking a warm zygote makes a new worker ready in milliseconds.
 
 The zygote has one thread and computes nothing after start-up, so forking is safe and it always answers. Workers die
 with the zygote and the zygote with its owner: by PR_SET_PDEATHSIG, and by end-of-file on their sockets.
 
 Control messages are five bytes, an operation and an int32: `F` (with one file descriptor) forks a worker on that
-socket and answers `F` + pid; `K` + pid kills and reaps a worker and answers `K` + pid; `R` + 0 is sent once when ready.
-Worker messages are a 4-byte big-endian length and a JSON object: `{gold, response, truncated}` in,
-`{acc, extracted}` or `{error}` out. Only plain text and numbers cross: `str()` of a SymPy value can hang.
+socket and answers `F` + pid; `K` + pid kills and reaps a worker and answers `K` + pid; `R` + flags is sent once when
+ready. Worker messages are a 4-byte big-endian length and a JSON object: the inputs of `contract.request_of` in,
+`{results: [[acc, extracted], ...]}` or `{error}` out. Only plain text and numbers cross: `str()` of a SymPy value can
+hang.
 """
 
 from __future__ import annotations
@@ -28,19 +29,22 @@ import sys
 from typing import Any, NoReturn
 
 from rollout_service.process_guard import PR_SET_PDEATHSIG, prctl
-from rollout_service.rewards.rules import RULES, Rule
+from rollout_service.rewards.contract import ContractError, RewardFunction, is_import_path, load_function
+from rollout_service.rewards.rules import RULES, builtin_rule
 
 CONTROL = struct.Struct("!ci")
 LENGTH = struct.Struct("!I")
 MAX_EXTRACTED_CHARS = 500
 SPARE_MB = 64
+# Flags of the message `R`: how the rule wants to be called.
+PER_GROUP, ASYNC = 1, 2
 
 # Known verdicts by rule: one that swallows its own failures and calls everything wrong (or right) must not start.
 # The first of each goes through the rule's whole machinery, so that it also fills the caches that workers inherit.
 CANARIES = {
     "math_verify": (
         ("\\frac{1}{2}", "Answer: 0.5", 1.0),
-        ("(1,\\pi)", "\\boxed{(1,2)}", 0.0),
+        ("(1,\\pi)", "Answer: \\boxed{(1,2)}", 0.0),
         ("34", "Answer: 34", 1.0),
     ),
     "dapo_exact": (("34", "Answer: $34$", 1.0), ("34", "Answer: 35", 0.0)),
@@ -76,17 +80,18 @@ def frame(message: dict[str, Any]) -> bytes:
     return LENGTH.pack(len(body)) + body
 
 
-def answer(rule: Rule, request: dict[str, Any]) -> dict[str, Any]:
+def answer(rule: RewardFunction, request: dict[str, Any]) -> dict[str, Any]:
     """Apply the rule to one request. An exception of the rule is an answer of its own, never a verdict."""
+    n = len(request["responses"]) if rule.per_group else 1
     try:
-        acc, extracted = rule(request["gold"], request["response"], request["truncated"])
+        verdicts = rule.verdicts(rule.call(request), n)
     except Exception as error:  # reported to the pool, which counts it and never treats it as wrong
-        detail = str(error.args[0])[:300] if error.args and isinstance(error.args[0], str) else ""
-        return {"error": f"{type(error).__name__}: {detail}"}
-    return {"acc": acc, "extracted": None if extracted is None else extracted[:MAX_EXTRACTED_CHARS]}
+        detail = str(error.args[0])[:600] if error.args and isinstance(error.args[0], str) else ""
+        return {"error": detail if isinstance(error, ContractError) else f"{type(error).__name__}: {detail}"}
+    return {"results": [(acc, None if text is None else text[:MAX_EXTRACTED_CHARS]) for acc, text in verdicts]}
 
 
-def serve(sock: socket.socket, rule: Rule) -> None:
+def serve(sock: socket.socket, rule: RewardFunction) -> None:
     """Answer requests one at a time until the pool closes the socket."""
     while (header := read_exactly(sock, LENGTH.size)) is not None:
         body = read_exactly(sock, LENGTH.unpack(header)[0])
@@ -95,7 +100,7 @@ def serve(sock: socket.socket, rule: Rule) -> None:
         sock.sendall(frame(answer(rule, json.loads(body))))
 
 
-def run_worker(sock: socket.socket, rule: Rule, memory_mb: int, zygote_pid: int) -> NoReturn:
+def run_worker(sock: socket.socket, rule: RewardFunction, memory_mb: int, zygote_pid: int) -> NoReturn:
     """The life of a forked worker. Leaves by `os._exit`, so nothing inherited from the zygote runs twice."""
     status = 1
     try:
@@ -109,10 +114,10 @@ def run_worker(sock: socket.socket, rule: Rule, memory_mb: int, zygote_pid: int)
         os._exit(status)
 
 
-def zygote(control: socket.socket, rule: Rule, memory_mb: int) -> None:
+def zygote(control: socket.socket, rule: RewardFunction, memory_mb: int) -> None:
     """Fork and kill workers on request; kill all of them when the pool closes the control socket."""
     workers: set[int] = set()
-    control.sendall(CONTROL.pack(b"R", 0))
+    control.sendall(CONTROL.pack(b"R", PER_GROUP * rule.per_group + ASYNC * rule.is_async))
     me = os.getpid()
     try:
         while True:
@@ -139,20 +144,38 @@ def zygote(control: socket.socket, rule: Rule, memory_mb: int) -> None:
             os.waitpid(pid, 0)
 
 
+def load_rule(name: str, extraction: str) -> RewardFunction:
+    """The rule of that name, tried with its canaries.
+
+    Raises:
+        ContractError: it cannot be loaded, or does not know a canary's verdict.
+    """
+    if is_import_path(name):
+        return load_function(name)
+    if name not in RULES:
+        raise ContractError(f"rollout.reward: no rule {name!r}; built in are {', '.join(sorted(RULES))}")
+    rule = builtin_rule(name, extraction)
+    for gold, response, expected in CANARIES[name]:
+        acc, _ = rule(gold, response, False)
+        if acc != expected:
+            raise ContractError(f"the reward rule {name} scores {response!r} against {gold!r} as {acc}, not {expected}")
+    return RewardFunction(name, rule, ("gold", "response", "truncated"))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Zygote of the reward pool.")
-    parser.add_argument("--rule", required=True, choices=sorted(RULES))
+    parser.add_argument("--rule", required=True)
+    parser.add_argument("--extraction", required=True)
     parser.add_argument("--control-fd", required=True, type=int)
     parser.add_argument("--parent-pid", required=True, type=int)
     parser.add_argument("--memory-mb", required=True, type=int)
     args = parser.parse_args()
     die_with_parent(args.parent_pid)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the owner, which closes the pool
-    rule = RULES[args.rule]
-    for gold, response, expected in CANARIES[args.rule]:
-        acc, _ = rule(gold, response, False)
-        if acc != expected:
-            sys.exit(f"the reward rule {args.rule} scores {response!r} against {gold!r} as {acc}, expected {expected}")
+    try:
+        rule = load_rule(args.rule, args.extraction)
+    except ContractError as error:
+        sys.exit(str(error))
     used_mb = address_space_mb()
     if args.memory_mb < used_mb + SPARE_MB:
         sys.exit(

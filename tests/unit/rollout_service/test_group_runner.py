@@ -13,8 +13,8 @@ from rollout_service.config import SamplingSection
 from rollout_service.engine import Completion, EngineError
 from rollout_service.evaluation import evaluation_metrics
 from rollout_service.group_runner import GroupFailed, GroupRunner, sampling_parameters, sampling_seed
-from rollout_service.rewards import Score
-from rollout_service.sample import FinishReason, Group, Sample
+from rollout_service.rewards import Item, Score
+from rollout_service.sample import FinishReason, Group, GroupMeta, Sample
 from tests.service_settings import service_settings
 
 
@@ -36,21 +36,31 @@ class PlainFleet:
 
 
 class PlainRewards:
-    def __init__(self, errors: list[str | None]) -> None:
-        self.errors = errors
-        self.asked = 0
+    last_fault = "my.rule: too slow"
 
-    async def score(self, gold: str, response: str, truncated: bool) -> Score:
-        self.asked += 1
-        error = self.errors.pop(0) if self.errors else None
-        return Score(0.0 if error else 1.0, None, error)
+    def __init__(self, errors: list[str | None], per_group: bool = False) -> None:
+        self.errors = errors
+        self.per_group = per_group
+        self.calls: list[list[Item]] = []
+
+    @property
+    def asked(self) -> int:
+        return len(self.calls)
+
+    async def score_group(self, items: list[Item]) -> list[Score]:
+        self.calls.append(items)
+        errors = [self.errors.pop(0) if self.errors else None for _ in items]
+        return [Score(0.0 if error else 1.0, None, error, {"my:style": 0.25}) for error in errors]
 
 
 def run_group(
-    tmp_path: Path, faults: dict[str, list[Exception | FinishReason]], errors: list[str | None]
+    tmp_path: Path,
+    faults: dict[str, list[Exception | FinishReason]],
+    errors: list[str | None],
+    per_group: bool = False,
 ) -> tuple[Group, PlainFleet, PlainRewards, GroupRunner]:
     settings = service_settings(tmp_path, tmp_path, rollout={"max_group_attempts": 2})
-    fleet, rewards = PlainFleet(faults), PlainRewards(errors)
+    fleet, rewards = PlainFleet(faults), PlainRewards(errors, per_group)
     runner = GroupRunner(
         settings.rollout,
         fleet,  # type: ignore[arg-type]
@@ -74,7 +84,7 @@ def test_group_is_complete_and_carries_its_prompt(tmp_path: Path) -> None:
         4,
     )
     assert [len(sample.response_ids) for sample in group.samples] == [2, 3, 4]
-    assert [sample.reward for sample in group.samples] == [1.0, 1.0, 1.0]
+    assert [sample.reward for sample in group.samples] == [1.25, 1.25, 1.25]
     assert all(set(sample.timings) == {"generate", "reward"} for sample in group.samples)
     assert len({params["sampling_seed"] for _, params in fleet.requests}) == 3
     assert fleet.requests[0][1]["stop_token_ids"] == [2, 5]
@@ -105,6 +115,32 @@ def test_unscored_sample_is_scored_again_and_then_generated_again(tmp_path: Path
     assert len(fleet.requests) > 3
     assert all(sample.acc == 1.0 and sample.error is None for sample in group.samples)
     assert set(runner.counters.faults) == {"reward_timeout"}
+
+
+def test_rules_get_the_prompt_and_the_parts_of_a_reward_travel_with_the_ticket(tmp_path: Path) -> None:
+    group, _, rewards, _ = run_group(tmp_path, {}, [])
+    assert rewards.calls[0] == [Item("7", "xx", False, "1+6=")]
+    meta = GroupMeta.of(group)
+    parts = {name: values.tolist() for name, values in meta.reward_parts.items()}
+    assert parts == {"acc_reward": [1.0] * 3, "overlong_penalty": [0.0] * 3, "my:style": [0.25] * 3}
+    assert meta.acc.tolist() == [1.0] * 3 and meta.rewards.tolist() == [1.25] * 3
+
+
+def test_a_rule_for_groups_sees_a_group_only_when_it_is_complete(tmp_path: Path) -> None:
+    faults: dict[str, list[Exception | FinishReason]] = {"1": [EngineError("engine 0 refused")]}
+    group, fleet, rewards, runner = run_group(tmp_path, faults, [], per_group=True)
+    assert [[item.response for item in call] for call in rewards.calls] == [["xx", "xxx", "xxxx"]]
+    assert (len(fleet.requests), group.attempt, runner.counters.samples) == (4, 2, 3)
+    assert all(set(sample.timings) == {"generate", "reward"} for sample in group.samples)
+
+
+def test_a_group_without_verdict_is_asked_about_again_and_its_failed_samples_generated_again(tmp_path: Path) -> None:
+    errors = [None, "reward_crash", None] * 2
+    group, fleet, rewards, runner = run_group(tmp_path, {}, list(errors), per_group=True)
+    assert [len(call) for call in rewards.calls] == [3, 3, 3]
+    assert [rid for rid, _ in fleet.requests][3:] == ["group-3-2-1"]
+    assert runner.counters.faults == {"reward_crash": 1}
+    assert [sample.acc for sample in group.samples] == [1.0] * 3
 
 
 def test_group_out_of_attempts_fails_and_names_prompt_and_causes(tmp_path: Path) -> None:

@@ -72,6 +72,23 @@ def test_a_truncated_response_counts_only_with_a_complete_answer_at_its_end(
 
 
 @pytest.mark.parametrize(
+    ("response", "expected"),
+    [
+        ("Answer: 34", "34"),
+        ("Let me see.\n  **Final Answer:** 34\n", "34"),
+        ("Answer:\n34", "34"),
+        ("Answer: 33\nAnswer: 34\nDone.", "34"),
+        ("\\boxed{34}", None),
+        ("#### 34", None),
+        ("so the right answer: 34", None),
+        ("Answer: 34\nNo, the answer: 35", None),  # the last one decides, and stands in the wrong place
+    ],
+)
+def test_strict_extraction_wants_an_answer_line(response: str, expected: str | None) -> None:
+    assert final_answer(response, extraction="strict") == expected
+
+
+@pytest.mark.parametrize(
     ("text", "expected"),
     [
         (" $34$. ", "34"),
@@ -92,6 +109,10 @@ def test_a_truncated_response_counts_only_with_a_complete_answer_at_its_end(
         ("5!", "5!"),
         ("\\( x = 5 \\)", "x = 5"),
         ("3,4", "3,4"),
+        ("{{7}}", "7"),
+        ("{\\frac{1}{2}}", "\\frac{1}{2}"),
+        ("{1}{2}", "{1}{2}"),
+        ("\\{1,2\\}", "\\{1,2\\}"),
     ],
 )
 def test_clean(text: str, expected: str) -> None:
