@@ -7,6 +7,7 @@ every few seconds that the call is still running, so the other ranks' waits stay
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from rollout_service.ray_cluster import attach
 from rollout_service.sample import Ticket
 
 _ANNOUNCE_S = 5.0
+_WARNINGS_TIMEOUT_S = 60.0
 
 
 class ServiceError(RuntimeError):
@@ -38,13 +40,16 @@ class ServiceClient:
         """Collective: wait until the engines are up and the prompts are loaded."""
         self._call("start", 0, timeout_s=timeout_s)
 
-    def next_batch(self, step: int, timeout_s: float) -> bool:
+    def next_batch(self, step: int, timeout_s: float, on_warning: Callable[[str], None]) -> bool:
         """Collective: wait until the batch of `step` is ready.
+
+        Args:
+            on_warning: called on rank 0, also while it waits, with what the service wants a user to see.
 
         Returns:
             False when the engines were restarted and need the current weights once more before they can generate.
         """
-        return not self._call("next_batch", step, timeout_s=timeout_s)["republish"]
+        return not self._call("next_batch", step, timeout_s=timeout_s, on_warning=on_warning)["republish"]
 
     def ticket(self, step: int, timeout_s: float) -> Ticket:
         """This rank's own copy of the ticket; cheap and idempotent once `next_batch(step)` has returned."""
@@ -81,13 +86,13 @@ class ServiceClient:
         """Collective: running totals of the service."""
         return self._call("metrics", timeout_s=timeout_s)
 
-    def _call(self, method: str, *args: Any, timeout_s: float) -> Any:
+    def _call(self, method: str, *args: Any, timeout_s: float, on_warning: Callable[[str], None] | None = None) -> Any:
         ref = getattr(self._handle, method).remote(*args) if self._rank == 0 else None
         deadline = time.monotonic() + timeout_s
         while True:
             status: list[tuple[str, Any]] = [("", None)]
             if self._rank == 0:
-                status = [self._poll(ref, method, deadline, timeout_s)]
+                status = [self._poll(ref, method, deadline, timeout_s, on_warning)]
             dist.broadcast_object_list(status, src=0, device=self._device)
             kind, value = status[0]
             if kind == "done":
@@ -95,13 +100,18 @@ class ServiceClient:
             if kind == "error":
                 raise ServiceError(value)
 
-    def _poll(self, ref: Any, method: str, deadline: float, timeout_s: float) -> tuple[str, Any]:
+    def _poll(
+        self, ref: Any, method: str, deadline: float, timeout_s: float, on_warning: Callable[[str], None] | None
+    ) -> tuple[str, Any]:
         ready, _ = ray.wait([ref], timeout=max(0.0, min(_ANNOUNCE_S, deadline - time.monotonic())))
-        if ready:
-            try:
+        try:
+            if on_warning is not None:
+                for message in ray.get(self._handle.take_warnings.remote(), timeout=_WARNINGS_TIMEOUT_S):
+                    on_warning(message)
+            if ready:
                 return "done", ray.get(ref)
-            except ray.exceptions.RayError as error:
-                return "error", f"rollout service, {method}: {_cause(error)}"
+        except ray.exceptions.RayError as error:
+            return "error", f"rollout service, {method}: {_cause(error)}"
         if time.monotonic() >= deadline:
             return "error", f"rollout service did not answer {method} within {timeout_s:.0f} s"
         return "running", None

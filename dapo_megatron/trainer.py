@@ -127,8 +127,12 @@ class Trainer:
 
     def _next_ticket(self, step: int) -> Ticket:
         timeout_s = self.config.rollout.batch_timeout_s
+
         # The service raises with the state of its queue when the batch is late; the margin lets that message arrive.
-        while not self.service.next_batch(step, timeout_s + 30.0):
+        def warn(message: str) -> None:
+            self.log.event("warning", message=f"step {step}: {message}")
+
+        while not self.service.next_batch(step, timeout_s + 30.0, warn):
             self.log.event(
                 "warning", message=f"step {step}: engines were restarted, publishing version {step - 1} again"
             )

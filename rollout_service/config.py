@@ -111,7 +111,7 @@ class FilterGroupsSection(Section):
     window_groups: int = Field(512, gt=0, description="Number of finished groups over which the share is measured.")
     policy: Literal["warn", "stop", "accept"] = Field(
         "warn",
-        description="`warn` logs and goes on, `stop` ends the run with the counts, `accept` lets uninformative groups through until the share falls.",
+        description="`warn` says so (terminal, events.jsonl) once per window and goes on, `stop` ends the run with the counts, `accept` says so and lets uninformative groups through until the share falls.",
     )
 
 
@@ -141,6 +141,29 @@ class ExtraRuleSection(Section):
     weight: float = Field(1.0, description="Factor of its score.")
 
     _rule_is_known = field_validator("rule")(check_rule_name)
+
+
+class CurriculumSection(Section):
+    """Let prompts rest that the model solves completely, pass after pass."""
+
+    enable: bool = Field(False, description="Switch the curriculum on.")
+    solved_times: int = Field(
+        2, gt=0, description="Complete solutions (all samples right) in a row after which a prompt rests."
+    )
+    rest_epochs: int = Field(2, gt=0, description="Whole passes over the data for which it rests.")
+    max_resting_share: float = Field(
+        0.9, gt=0, le=1, description="Largest share of the prompts at rest; one prompt is always left."
+    )
+
+
+class OversamplingSection(Section):
+    """Admit more prompts than there are slots, by as many as the group filter is expected to drop."""
+
+    enable: bool = Field(
+        False,
+        description="Let admission run ahead by the measured keep rate; what exceeds the staleness bound after all is generated again.",
+    )
+    max_factor: float = Field(3.0, gt=1, description="Most admitted groups, as a multiple of the (S + 1) P slots.")
 
 
 class RewardSection(Section):
@@ -206,6 +229,8 @@ class RolloutSection(Section):
     sampling: SamplingSection = SamplingSection()
     engine: EngineSection = EngineSection()
     filter_groups: FilterGroupsSection = FilterGroupsSection()
+    curriculum: CurriculumSection = CurriculumSection()
+    oversampling: OversamplingSection = OversamplingSection()
     overlong_buffer: OverlongBufferSection = OverlongBufferSection()
     reward: RewardSection = RewardSection()
 
@@ -220,6 +245,12 @@ class RolloutSection(Section):
             raise ValueError(
                 "sampling.top_p/top_k/min_p truncate the distribution, which the trainer's log-probs do not mirror; use top_p=1, top_k=-1, min_p=0 for training"
             )
+        for name, on in (("oversampling", self.oversampling.enable), ("curriculum", self.curriculum.enable)):
+            if on and not self.filter_groups.enable:
+                raise ValueError(
+                    f"{name}.enable=true with filter_groups.enable=false: it builds on what the filter drops; "
+                    f"enable the filter, or switch {name} off"
+                )
         b = self.overlong_buffer
         if b.enable and b.len == 0:
             raise ValueError(

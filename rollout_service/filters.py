@@ -18,6 +18,10 @@ logger = logging.getLogger(__name__)
 
 # Scores closer than this are the same: float noise of a weighted sum.
 SCORE_NOISE = 1e-6
+# The measured keep rate starts at 1 and needs some evidence to fall: so many kept groups are assumed beforehand.
+PRIOR_GROUPS = 8
+# Situations that nobody has asked for yet; older ones are forgotten.
+_UNREAD_WARNINGS = 20
 
 
 class FilterExhausted(RuntimeError):
@@ -33,19 +37,27 @@ class Verdict(StrEnum):
     CONSTANT = "constant"  # equal scores that are neither all right nor all wrong
 
 
+_COUNTED = (*Verdict, "accepted")
+
+
 class GroupFilter:
     """Decides about one complete group at a time and watches the share of uninformative ones.
 
     Once the window of the last `window_groups` groups is full and at least `max_filtered_share` of it is
-    uninformative, `policy` acts: `warn` logs once per window and goes on, `stop` raises `FilterExhausted`, `accept`
-    keeps uninformative groups until the share falls. The share always counts what the scores say, not what was kept.
+    uninformative, `policy` acts: `warn` says so once per window (log, `take_warnings`) and goes on, `stop` raises
+    `FilterExhausted`, `accept` says so and keeps uninformative groups until the share falls. The share always counts
+    what the scores say, not what was kept.
     """
 
     def __init__(self, section: FilterGroupsSection) -> None:
         self._section = section
         self._window: deque[Verdict] = deque(maxlen=section.window_groups)
         self._since_warning = section.window_groups
+        self._kept: deque[bool] = deque(maxlen=section.window_groups)
+        self._warnings: deque[str] = deque(maxlen=_UNREAD_WARNINGS)
         self._stats: Counter[str] = Counter()
+        self._totals: Counter[str] = Counter()
+        self._acc: list[float] = []  # mean raw score of each group since the last reset
 
     def decide(self, group: Group) -> Verdict:
         """The verdict on a complete, scored group.
@@ -55,22 +67,32 @@ class GroupFilter:
             FilterExhausted: the share is reached and the policy is `stop`.
         """
         verdict = self.classify(group)
-        self._stats[verdict] += 1
+        self._count(verdict)
+        self._acc.append(sum(sample.acc for sample in group.samples) / len(group.samples))
         if not self._section.enable:
             return Verdict.KEPT
         self._window.append(verdict)
         self._since_warning += 1
-        if verdict is Verdict.KEPT or not self._exhausted():
-            return verdict
+        if verdict is not Verdict.KEPT and self._exhausted():
+            verdict = self._act(verdict)
+        self._kept.append(verdict is Verdict.KEPT)
+        return verdict
+
+    def _act(self, verdict: Verdict) -> Verdict:
         if self._section.policy == "stop":
             raise FilterExhausted(self._situation())
-        if self._section.policy == "accept":
-            self._stats["accepted"] += 1
-            return Verdict.KEPT
         if self._since_warning >= self._section.window_groups:
             self._since_warning = 0
+            self._warnings.append(self._situation())
             logger.warning("%s", self._situation())
-        return verdict
+        if self._section.policy == "warn":
+            return verdict
+        self._count("accepted")
+        return Verdict.KEPT
+
+    def _count(self, name: str) -> None:
+        self._stats[name] += 1
+        self._totals[name] += 1
 
     def classify(self, group: Group) -> Verdict:
         """What the group's scores say, whatever the policy."""
@@ -97,15 +119,39 @@ class GroupFilter:
             return 0.0
         return sum(verdict is not Verdict.KEPT for verdict in self._window) / len(self._window)
 
+    def keep_rate(self) -> float:
+        """Share of kept groups among the last `window_groups`, from above: 1 before the first, never 0."""
+        return (sum(self._kept) + PRIOR_GROUPS) / (len(self._kept) + PRIOR_GROUPS)
+
     def stats(self) -> dict[str, float]:
-        """Counts by metric name since the last `reset_stats`; `accepted` ones were let through by the policy."""
-        names = [*Verdict, "accepted"]
-        counts = {f"training/filter_groups/{name}": float(self._stats[name]) for name in names}
-        return counts | {"training/filter_groups/filtered_share": self.filtered_share()}
+        """By metric name, since the last `reset_stats`: counts of verdicts (`accepted` ones were let through by the policy),
+        and `acc`, the mean raw score of all finished groups, dropped ones included (left out when there was none).
+        """
+        stats = {f"training/filter_groups/{name}": float(self._stats[name]) for name in _COUNTED}
+        stats["training/filter_groups/filtered_share"] = self.filtered_share()
+        if self._acc:
+            stats["training/filter_groups/acc"] = sum(self._acc) / len(self._acc)
+        return stats
+
+    def totals(self) -> dict[str, float]:
+        """Counts by metric name since the start."""
+        return {f"training/filter_groups/{name}": float(self._totals[name]) for name in _COUNTED}
 
     def reset_stats(self) -> None:
-        """Start counting anew (once a step). The window stays."""
+        """Start counting anew (once a step). The window and the totals stay."""
         self._stats.clear()
+        self._acc.clear()
+
+    def take_warnings(self) -> list[str]:
+        """What the policy had to say since the last call, oldest first."""
+        warnings = list(self._warnings)
+        self._warnings.clear()
+        return warnings
+
+    def words(self) -> str:
+        """The counts since the last reset, and what is probably wrong once `policy` acts; for an error message."""
+        counts = ", ".join(f"{self._stats[name]} {name}" for name in _COUNTED)
+        return f"{counts}. {self._situation()}" if self._exhausted() else counts
 
     def _exhausted(self) -> bool:
         full = len(self._window) == self._section.window_groups

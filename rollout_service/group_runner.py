@@ -20,6 +20,7 @@ import numpy as np
 from rollout_service.config import RolloutSection, SamplingSection
 from rollout_service.engine import EngineError
 from rollout_service.fleet import Fleet
+from rollout_service.prompts import Prompt
 from rollout_service.rewards import Item, Score
 from rollout_service.rewards.overlong import shape_reward
 from rollout_service.rewards.scorer import RewardScorer
@@ -100,9 +101,7 @@ class GroupRunner:
         self._seed = seed
         self.counters = RunnerCounters()
 
-    async def run_training_group(
-        self, order: int, prompt_id: str, epoch: int, prompt_ids: np.ndarray, answer: str, text: str
-    ) -> Group:
+    async def run_training_group(self, order: int, prompt: Prompt) -> Group:
         """Complete the training group admitted as number `order`.
 
         Raises:
@@ -111,24 +110,24 @@ class GroupRunner:
         admitted_version = self._fleet.version
         samples, attempts = await self.run(
             f"group-{order}",
-            prompt_ids,
-            answer,
+            prompt.prompt_ids,
+            prompt.answer,
             self._rollout.sampling,
             self._rollout.n_samples_per_prompt,
             priority=(1, order),
-            what=f"prompt {prompt_id!r} (epoch {epoch}, admitted as number {order})",
-            text=text,
+            what=f"prompt {prompt.prompt_id!r} (epoch {prompt.epoch}, admitted as number {order})",
+            text=prompt.text,
         )
         return Group(
             order=order,
-            prompt_id=prompt_id,
-            epoch=epoch,
-            prompt_ids=prompt_ids,
-            answer=answer,
+            prompt_id=prompt.prompt_id,
+            epoch=prompt.epoch,
+            prompt_ids=prompt.prompt_ids,
+            answer=prompt.answer,
             samples=samples,
             attempt=attempts,
             admitted_version=admitted_version,
-            prompt_text=text,
+            prompt_text=prompt.text,
         )
 
     async def run(

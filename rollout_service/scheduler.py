@@ -18,6 +18,17 @@ ready before it, so at most W - 1 younger ones pass it. Hence at most (B - 1) + 
 admission and itself, and it is in the batch number floor((B + W - 2) / P) = S + ceil((W - 1) / P) after the one that
 was next when it was admitted. Each batch raises the version by one.
 
+Over-sampling (`oversampling` above 1) admits more than B groups, because the filter will drop some of the running ones. A
+group admitted while fewer than B others were alive keeps its guarantee: the proof holds whatever comes after it. The
+others are a bet. What the bet loses is known early: every P groups that become ready fill one more batch, so
+
+    next batch trains version  v(next) = version + batches in training + floor(ready groups / P)
+
+never falls, and a group that is not ready yet and was admitted below v(next) - bound can't be trained in time any more. It is
+given up at once, running or finished, and its slot is free (`collect_surplus`). So the bound holds without exception, and
+with S = 0 the end of a batch ends all generation for it. Expected kept groups stay within the slots: about r
+running ones are admitted such that r * keep rate + kept groups <= B.
+
 No deadlock: when nothing runs, no finished group waits for the window, so either P groups are ready, or a batch is in
 training (whose end frees slots), or fewer than P <= B slots are taken and one can be admitted.
 
@@ -37,6 +48,7 @@ import math
 from collections import deque
 from typing import Any
 
+from rollout_service.config import RolloutSection
 from rollout_service.sample import Group, WeightVersion
 
 
@@ -49,22 +61,30 @@ class Scheduler:
 
     Attributes:
         prompts_per_step: P. max_staleness: S. slots: B. window: W. bound: S + ceil((W - 1) / P), in versions.
+        most_alive: groups that may be admitted and untrained at once: B, with over-sampling floor(oversampling * B).
         version: the published weight version; grows by one with every trained step.
     """
 
     def __init__(
-        self, prompts_per_step: int, max_staleness: int, window_fraction: float, version: WeightVersion = 0
+        self,
+        prompts_per_step: int,
+        max_staleness: int,
+        window_fraction: float,
+        version: WeightVersion = 0,
+        oversampling: float = 1.0,
     ) -> None:
-        if prompts_per_step < 1 or max_staleness < 0 or not 0.0 <= window_fraction <= 1.0:
+        if prompts_per_step < 1 or max_staleness < 0 or not 0.0 <= window_fraction <= 1.0 or oversampling < 1.0:
             raise ValueError(
                 f"prompts_per_step={prompts_per_step} (at least 1), max_staleness={max_staleness} (at least 0), "
-                f"window_fraction={window_fraction} (0 to 1)"
+                f"window_fraction={window_fraction} (0 to 1), oversampling={oversampling} (at least 1)"
             )
         self.prompts_per_step = prompts_per_step
         self.max_staleness = max_staleness
         self.slots = (max_staleness + 1) * prompts_per_step
         self.window = max(1, math.floor(window_fraction * self.slots + 1e-9))  # 0.29 * 100 is 28.999...
         self.bound = max_staleness + math.ceil((self.window - 1) / prompts_per_step)
+        self.most_alive = math.floor(oversampling * self.slots + 1e-9)
+        self._may_exceed_slots = self.most_alive > self.slots
         self.version = version
         self._next_order = 0
         self._last_trained_step: int | None = None
@@ -73,18 +93,35 @@ class Scheduler:
         self._waiting: list[tuple[int, Group]] = []  # heap by order; orders are unique
         self._ready: deque[Group] = deque()
         self._in_training: dict[int, list[Group]] = {}  # by step, oldest first
+        self._surplus: list[tuple[int, Group | None]] = []  # given up and not collected yet
 
-    def free_slots(self) -> int:
-        """Number of prompts that may be admitted now."""
-        return self.slots - len(self._admitted_version)
+    @classmethod
+    def of(cls, rollout: RolloutSection) -> Scheduler:
+        """The scheduler of a configuration, at version 0."""
+        factor = rollout.oversampling.max_factor if rollout.oversampling.enable else 1.0
+        return cls(rollout.prompts_per_step, rollout.max_staleness, rollout.window_fraction, oversampling=factor)
 
-    def admit(self) -> int:
+    def free_slots(self, keep_rate: float = 1.0) -> int:
+        """Number of prompts that may be admitted now.
+
+        Args:
+            keep_rate: expected share (0 to 1) of running groups that the filter will keep; only over-sampling uses it.
+        """
+        alive = len(self._admitted_version)
+        free = self.slots - alive
+        if self.most_alive == self.slots:
+            return max(0, free)
+        kept = alive - len(self._running)
+        worth_running = math.floor((self.slots - kept) / max(keep_rate, 1e-6) + 1e-9)
+        return max(0, free, min(worth_running - len(self._running), self.most_alive - alive))
+
+    def admit(self, keep_rate: float = 1.0) -> int:
         """Take a slot; returns the order number of the new group.
 
         Raises:
             RuntimeError: no slot is free.
         """
-        if self.free_slots() < 1:
+        if self.free_slots(keep_rate) < 1:
             raise RuntimeError(f"all {self.slots} slots are taken ({self.counts()}); wait for a drop or a trained step")
         order = self._next_order
         self._next_order += 1
@@ -94,6 +131,8 @@ class Scheduler:
 
     def finish(self, order: int, group: Group) -> None:
         """Hand in the complete, scored group of a running order. Stamps the group's `admitted_version`.
+
+        With over-sampling this may give up groups, this one included: see `collect_surplus`.
 
         Raises:
             ValueError: the group belongs to another order, or a sample was not scored.
@@ -118,6 +157,14 @@ class Scheduler:
         self._leave_running(order)
         del self._admitted_version[order]
         self._slide_window()
+
+    def collect_surplus(self) -> list[tuple[int, Group | None]]:
+        """Orders given up since the last call, oldest first, each with its group if it had finished (else None: stop it).
+
+        Their slots are free already. Without over-sampling there never is one.
+        """
+        surplus, self._surplus = self._surplus, []
+        return surplus
 
     def batch_ready(self) -> bool:
         """Whether P groups are ready for a step that was not taken yet."""
@@ -175,7 +222,7 @@ class Scheduler:
         return self._admitted_version[order]
 
     def counts(self) -> dict[str, int]:
-        """Groups by state. `running + waiting + ready + in_training + free = slots`; `finished = waiting + ready`."""
+        """Groups by state: `running + waiting + ready + in_training + free = slots + extra`; `finished = waiting + ready`."""
         waiting, ready = len(self._waiting), len(self._ready)
         return {
             "running": len(self._running),
@@ -183,7 +230,8 @@ class Scheduler:
             "waiting": waiting,
             "ready": ready,
             "in_training": sum(len(batch) for batch in self._in_training.values()),
-            "free": self.free_slots(),
+            "free": max(0, self.slots - len(self._admitted_version)),
+            "extra": max(0, len(self._admitted_version) - self.slots),
         }
 
     def state_dict(self) -> dict[str, Any]:
@@ -222,6 +270,7 @@ class Scheduler:
         self._next_order = state["next_order"]
         self._last_trained_step = state["last_trained_step"]
         self._admitted_version = dict(state["admitted_version"])
+        self._may_exceed_slots |= len(self._admitted_version) > self.slots  # written with over-sampling
         self._running = dict.fromkeys(sorted(state["running"]))
         self._waiting = [(group.order, group) for group in state["waiting"]]
         heapq.heapify(self._waiting)
@@ -235,9 +284,26 @@ class Scheduler:
 
     def _slide_window(self) -> None:
         # Every waiting group below the oldest running one is ready; so the oldest live order is the oldest running one.
-        oldest = next(iter(self._running), math.inf)
-        while self._waiting and self._waiting[0][0] < oldest + self.window:
+        self._give_up_surplus()
+        while self._waiting and self._waiting[0][0] < next(iter(self._running), math.inf) + self.window:
             self._ready.append(heapq.heappop(self._waiting)[1])
+            self._give_up_surplus()
+
+    def _give_up_surplus(self) -> None:
+        """Remove what can't be trained within the bound any more. Older orders have older versions: they go first."""
+        if not self._may_exceed_slots:
+            return  # proved impossible; `take` asserts it
+        next_batch = self.version + len(self._in_training) + len(self._ready) // self.prompts_per_step
+        oldest_allowed = next_batch - self.bound
+        given_up: list[tuple[int, Group | None]] = []
+        while self._waiting and self._admitted_version[self._waiting[0][0]] < oldest_allowed:
+            given_up.append(heapq.heappop(self._waiting))
+        while self._running and self._admitted_version[order := next(iter(self._running))] < oldest_allowed:
+            del self._running[order]
+            given_up.append((order, None))
+        for order, _ in given_up:
+            del self._admitted_version[order]
+        self._surplus += sorted(given_up, key=lambda entry: entry[0])
 
     def _check_staleness(self, group: Group, step: int, trained_at: WeightVersion) -> None:
         oldest = min([self._admitted_version[group.order], *([group.oldest_version] if group.samples else [])])

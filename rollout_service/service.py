@@ -1,7 +1,7 @@
 """The Ray actor with the service's public calls, and the loop that keeps every slot busy.
 
 Prompts flow: cursor -> scheduler (a slot) -> group runner (engines, reward pool) -> filter -> scheduler (finished, or
-dropped and replaced) -> ticket. The actor runs one event loop, so its state needs no locks.
+dropped and replaced) -> ticket; see `GroupLoop`. The actor runs one event loop, so its state needs no locks.
 
 A failure of the background work (an engine out of restarts, a group out of attempts, a broken reward pool, an
 exhausted filter) is kept and raised by every later call: the trainer learns the cause at its next word.
@@ -21,10 +21,12 @@ import numpy as np
 import ray
 
 from rollout_service.config import ServiceSettings
+from rollout_service.curriculum import Curriculum
 from rollout_service.engine import EngineEndpoint, EngineError
 from rollout_service.evaluation import load_eval_prompts, run_evaluation
-from rollout_service.filters import GroupFilter, Verdict
+from rollout_service.filters import GroupFilter
 from rollout_service.fleet import Fleet
+from rollout_service.group_loop import GroupLoop
 from rollout_service.group_runner import GroupRunner
 from rollout_service.prompts import Prompt, PromptSource, load_tokenizer, stop_token_ids
 from rollout_service.ray_cluster import ACTOR_NAME
@@ -52,24 +54,21 @@ class RolloutService:
         self._settings = settings
         _log_to(Path(settings.run_dir) / "logs" / "service.log")
         rollout = settings.rollout
-        self._scheduler = Scheduler(rollout.prompts_per_step, rollout.max_staleness, rollout.window_fraction)
+        self._scheduler = Scheduler.of(rollout)
         self._filter = GroupFilter(rollout.filter_groups)
         self._fleet = Fleet(settings, device, self._fail)
         self._rewards = RewardScorer(rollout.reward)
         self._source: PromptSource | None = None
         self._runner: GroupRunner | None = None
         self._eval_prompts: dict[str, list[Prompt]] = {}
-        self._prompts: dict[int, Prompt] = {}  # admitted and unfinished, by order
-        self._refs: dict[int, Any] = {}  # finished and untrained, by order: its packed group in the object store
+        self._curriculum: Curriculum | None = None
+        self._loop: GroupLoop | None = None
         self._tickets: dict[int, Ticket] = {}
-        self._groups: dict[int, asyncio.Task[None]] = {}
-        self._admission = asyncio.Event()
         self._changed = asyncio.Event()
         self._evaluations = 0
         self._updating = False
         self._failure: BaseException | None = None
         self._started: asyncio.Future[dict[str, Any]] | None = None
-        self._fill_task: asyncio.Task[None] | None = None
         self._closed = False
         self._statistics = ServiceStatistics(self._fleet, self._filter, self._rewards, self._scheduler)
 
@@ -119,12 +118,19 @@ class RolloutService:
 
         stop_ids = stop_token_ids(settings.model_path, tokenizer)
         self._runner = GroupRunner(settings.rollout, self._fleet, self._rewards, decode, stop_ids, settings.seed)
-        self._statistics.runner = self._runner
+        self._curriculum = Curriculum(settings.rollout.curriculum, len(self._source))
+        parts = (self._scheduler, self._filter, self._curriculum, self._source.next, self._runner.run_training_group)
+        self._loop = GroupLoop(
+            *parts, lambda group: ray.put(pack_group(group)), self._changed, self._fail, self._statistics.running
+        )
+        self._statistics.watch(self._runner, self._loop, self._curriculum)
         if state is not None:
-            self._restore(state)
+            self._source.load_state_dict(state["source"])
+            self._curriculum.load_state_dict(state["curriculum"])
+            self._scheduler.load_state_dict(state["scheduler"])
+            self._loop.load_state_dict(state["prompts"])
         self._gate()
-        self._fill_task = asyncio.create_task(self._fill())
-        self._fill_task.add_done_callback(self._note_end)
+        self._loop.start()
         return {"engines": endpoints, "data": dict(self._source.report)}
 
     def _load_prompts(self) -> tuple[Any, PromptSource, dict[str, list[Prompt]]]:
@@ -148,11 +154,8 @@ class RolloutService:
         if self._closed:
             return
         self._closed = True
-        self._admission.clear()
-        tasks = [task for task in (self._fill_task, *self._groups.values()) if task is not None]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._loop is not None:
+            await self._loop.stop()
         await asyncio.gather(self._rewards.close(), self._fleet.close())
 
     # Batches
@@ -206,18 +209,23 @@ class RolloutService:
         return True
 
     def _make_ticket(self, step: int) -> None:
+        assert self._loop is not None
         groups = self._scheduler.take(step)
         self._tickets[step] = Ticket(
             step=step,
             groups=[GroupMeta.of(group) for group in groups],
-            refs=[self._refs[group.order] for group in groups],
+            refs=[self._loop.refs[group.order] for group in groups],
             stats=self._statistics.since_last_ticket(),
         )
 
     def _situation(self) -> str:
         counts = ", ".join(f"{number} {name}" for name, number in self._scheduler.counts().items())
-        paused = ", admission paused" if not self._admission.is_set() else ""
-        return f"groups: {counts}{paused}; {self._fleet.states()}; {self._statistics.filter_words()}"
+        paused = ", admission paused" if self._loop is None or not self._loop.admission.is_set() else ""
+        return f"groups: {counts}{paused}; {self._fleet.states()}; filter: {self._filter.words()}"
+
+    async def take_warnings(self) -> list[str]:
+        """What a user should see at once, since the last call. A waiting trainer asks every few seconds."""
+        return self._filter.take_warnings()
 
     # Weight updates
 
@@ -251,8 +259,8 @@ class RolloutService:
         if step is not None:
             trained = self._scheduler.take(step)
             self._scheduler.trained(step, version)
-            for group in trained:
-                self._refs.pop(group.order, None)
+            if self._loop is not None:
+                self._loop.trained(trained)
             for old in [ticket for ticket in self._tickets if ticket <= step]:
                 del self._tickets[old]
         else:
@@ -314,80 +322,32 @@ class RolloutService:
     async def state_dict(self) -> dict[str, Any]:
         """Cursor, queue, and the prompts admitted but unfinished: with it no prompt is lost or repeated."""
         await self._until_started()
-        assert self._source is not None
+        assert self._source is not None and self._curriculum is not None and self._loop is not None
         return {
             "source": self._source.state_dict(),
+            "curriculum": self._curriculum.state_dict(),
             "scheduler": self._scheduler.state_dict(),
-            "prompts": {order: self._prompts[order] for order in self._scheduler.running_orders()},
+            "prompts": self._loop.state_dict(),
         }
 
     async def load_state_dict(self, state: dict[str, Any]) -> None:
         """Refused: a running service has prompts in flight. Give the state to `start`."""
         raise ServiceError("the state of an earlier run is given to start(version, state), before anything runs")
 
-    def _restore(self, state: dict[str, Any]) -> None:
-        assert self._source is not None
-        self._source.load_state_dict(state["source"])
-        self._scheduler.load_state_dict(state["scheduler"])
-        queue = self._scheduler.state_dict()
-        taken = [group for batch in queue["in_training"].values() for group in batch]
-        for group in [*queue["waiting"], *queue["ready"], *taken]:
-            self._refs[group.order] = ray.put(pack_group(group))
-        for order in self._scheduler.running_orders():
-            self._launch(order, state["prompts"][order])
-
     async def metrics(self) -> dict[str, float]:
         """Totals since the start, by metric name."""
         return self._statistics.totals()
 
-    # The fill loop
-
-    async def _fill(self) -> None:
-        """Admit a prompt whenever a slot is free and nothing holds admission back."""
-        assert self._source is not None
-        while True:
-            await self._admission.wait()
-            while self._scheduler.free_slots() and self._admission.is_set():
-                prompt = self._source.next()
-                self._launch(self._scheduler.admit(), prompt)
-            self._changed.clear()
-            await self._changed.wait()
-
-    def _launch(self, order: int, prompt: Prompt) -> None:
-        self._prompts[order] = prompt
-        task = asyncio.get_running_loop().create_task(self._process(order, prompt))
-        self._groups[order] = task
-        self._statistics.running(len(self._groups))
-        task.add_done_callback(self._note_end)
-
-    async def _process(self, order: int, prompt: Prompt) -> None:
-        assert self._runner is not None
-        try:
-            group = await self._runner.run_training_group(
-                order, prompt.prompt_id, prompt.epoch, prompt.prompt_ids, prompt.answer, prompt.text
-            )
-            if self._filter.decide(group) is Verdict.KEPT:
-                self._refs[order] = ray.put(pack_group(group))
-                self._scheduler.finish(order, group)
-            else:
-                self._scheduler.drop(order)
-            del self._prompts[order]
-        finally:
-            del self._groups[order]
-            self._statistics.running(len(self._groups))
-            self._changed.set()
+    # Inside
 
     def _gate(self) -> None:
         """Admission is open while no update and no evaluation is under way and nothing has failed."""
-        if self._updating or self._evaluations or self._closed or self._failure is not None:
-            self._admission.clear()
-        else:
-            self._admission.set()
+        if self._loop is not None:
+            if self._updating or self._evaluations or self._closed or self._failure is not None:
+                self._loop.admission.clear()
+            else:
+                self._loop.admission.set()
         self._changed.set()
-
-    def _note_end(self, task: asyncio.Task[None]) -> None:
-        if not task.cancelled() and (error := task.exception()) is not None:
-            self._fail(error)
 
     def _fail(self, error: BaseException) -> None:
         if self._failure is None and not self._closed:

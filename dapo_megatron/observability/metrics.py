@@ -77,6 +77,30 @@ METRICS: tuple[Metric, ...] = (
         "mean age of the batch's groups: version trained minus oldest version sampled",
     ),
     Metric("training/off_policy/staleness/max", "versions", "largest age in the batch"),
+    # Dynamic sampling; the counts of outcomes are a family
+    Metric(
+        "training/filter_groups/acc",
+        "share",
+        "mean raw score of all groups finished since the last step, dropped ones included: the model's accuracy on the training prompts",
+    ),
+    Metric(
+        "training/filter_groups/filtered_share",
+        "share",
+        "uninformative groups among the last `rollout.filter_groups.window_groups`",
+    ),
+    Metric("training/curriculum/resting", "count", "prompts that rest because they were solved completely"),
+    Metric("training/curriculum/skipped", "count", "prompts passed over since the last step because they rest"),
+    Metric(
+        "training/oversampling/keep_rate",
+        "share",
+        "kept groups among the last `rollout.filter_groups.window_groups`, by which admission runs ahead",
+    ),
+    Metric(
+        "training/oversampling/discarded",
+        "count",
+        "kept groups given up since the last step, because the staleness bound leaves no batch for them; their prompts come again",
+    ),
+    Metric("training/oversampling/aborted", "count", "the same, while they were still generated or scored"),
     # Agreement of trainer and engines
     Metric(
         "rollout_corr/logprob_abs_diff",
@@ -132,7 +156,7 @@ FAMILIES: tuple[Metric, ...] = (
     Metric(
         "training/filter_groups/<outcome>",
         "count",
-        "groups since the last step by outcome: kept, solve_all, solve_none, constant, accepted; `share` is the filtered share of the window",
+        "groups since the last step by outcome: kept, solve_all, solve_none, constant; accepted counts uninformative ones that `policy: accept` let through",
     ),
     Metric(
         "critic/rewards/<part>/mean",
@@ -152,7 +176,7 @@ FAMILIES: tuple[Metric, ...] = (
     Metric(
         "rollout/<measure>",
         "various",
-        "state of the rollout service: slots running, finished, in training, free; engines alive, restarts, requests repeated",
+        "state of the rollout service: slots running, finished, in training, free, extra (over-sampling); engines alive, restarts, requests repeated",
     ),
     Metric("rollout/<part>/<measure>", "various", "the same for one part: queue, engine, data"),
     Metric(

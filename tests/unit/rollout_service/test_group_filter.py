@@ -74,10 +74,41 @@ def test_stats_are_reset_without_touching_the_window() -> None:
         "training/filter_groups/constant": 0.0,
         "training/filter_groups/accepted": 0.0,
         "training/filter_groups/filtered_share": 0.75,
+        "training/filter_groups/acc": pytest.approx((0 + 0 + 1 + 1 / 3) / 4),
     }
     group_filter.reset_stats()
     assert group_filter.stats()["training/filter_groups/solve_none"] == 0
     assert group_filter.filtered_share() == 0.75
+    assert "training/filter_groups/acc" not in group_filter.stats()
+    assert group_filter.totals() == {
+        "training/filter_groups/kept": 1.0,
+        "training/filter_groups/solve_all": 1.0,
+        "training/filter_groups/solve_none": 2.0,
+        "training/filter_groups/constant": 0.0,
+        "training/filter_groups/accepted": 0.0,
+    }
+
+
+def test_keep_rate_starts_at_one_and_follows_the_window() -> None:
+    group_filter = GroupFilter(FilterGroupsSection(window_groups=100))
+    assert group_filter.keep_rate() == 1.0
+    for _ in range(8):
+        group_filter.decide(make_group(WRONG))
+    assert group_filter.keep_rate() == 0.5  # eight kept ones were assumed beforehand
+    for _ in range(200):
+        group_filter.decide(make_group(WRONG))
+    assert group_filter.keep_rate() == pytest.approx(8 / 108)
+    for _ in range(100):
+        group_filter.decide(make_group(MIXED))
+    assert group_filter.keep_rate() == 1.0
+
+
+def test_keep_rate_counts_what_the_policy_lets_through() -> None:
+    group_filter = GroupFilter(FilterGroupsSection(window_groups=4, policy="accept"))
+    for _ in range(20):
+        group_filter.decide(make_group(WRONG))
+    assert group_filter.filtered_share() == 1.0
+    assert group_filter.keep_rate() == 1.0
 
 
 def test_warn_logs_once_per_window_and_goes_on_filtering(caplog: pytest.LogCaptureFixture) -> None:

@@ -13,6 +13,7 @@ from rollout_service.config import SamplingSection
 from rollout_service.engine import Completion, EngineError
 from rollout_service.evaluation import evaluation_metrics
 from rollout_service.group_runner import GroupFailed, GroupRunner, sampling_parameters, sampling_seed
+from rollout_service.prompts import Prompt
 from rollout_service.rewards import Item, Score
 from rollout_service.sample import FinishReason, Group, GroupMeta, Sample
 from tests.service_settings import service_settings
@@ -69,8 +70,8 @@ def run_group(
         stop_token_ids=[2, 5],
         seed=7,
     )
-    prompt_ids = np.array([8, 9], dtype=np.int32)
-    group = asyncio.run(runner.run_training_group(3, "train:1", 0, prompt_ids, "7", "1+6="))
+    prompt = Prompt("train:1", 0, "1+6=", np.array([8, 9], dtype=np.int32), "7")
+    group = asyncio.run(runner.run_training_group(3, prompt))
     return group, fleet, rewards, runner
 
 

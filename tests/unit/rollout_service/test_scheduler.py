@@ -71,6 +71,7 @@ def test_a_dropped_group_frees_its_slot_at_once_and_its_successor_fills_the_batc
         "ready": 1,
         "in_training": 0,
         "free": 1,
+        "extra": 0,
     }
     assert scheduler.admit() == 2
     finish(scheduler, 2)
