@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from dapo_megatron.algorithm.policy_loss import LOG_RATIO_LIMIT, sequence_means, sequence_sums
+from dapo_megatron.algorithm.policy_loss import LOG_RATIO_LIMIT, sequence_sums
 
 
 @dataclass(slots=True)
@@ -93,7 +93,7 @@ def importance_weights(
             bounded_weight = raw.clamp(max=cap)
         else:
             bounded_weight = raw
-        rejected = keep & _outside(sequence_means(diff, keep, segment_ids), geometric_band)
+        rejected = keep & _outside(sums / lengths.clamp(min=1), geometric_band)
         weights = torch.where(keep & ~rejected, bounded_weight, zero)
         bounded = diff.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
         abs_diff = diff.abs()

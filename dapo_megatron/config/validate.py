@@ -40,7 +40,7 @@ def check_launch(config: RunConfig, source: str) -> list[str]:
     """
     problems = _check_model(config) + _check_data(config) + _check_algorithm(config)
     if not problems:  # the rules are tried on a row of the data
-        problems = [f"rollout.reward: {problem}" for problem in check_custom_rules(config.rollout.reward, config.data)]
+        problems = check_custom_rules(config.rollout.reward, config.data)
     if problems:
         raise ConfigError(source, problems)
     return _remarks(config)

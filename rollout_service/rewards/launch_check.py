@@ -38,7 +38,8 @@ async def _problems(reward: RewardSection, prompt: str, gold: str) -> list[str]:
         await scorer.start()
         await scorer.check(prompt, gold)
     except (RewardPoolError, ContractError) as error:
-        return [str(error).removeprefix("rollout.reward: ")]
+        text = str(error)
+        return [text if text.startswith("rollout.reward") else f"rollout.reward: {text}"]
     finally:
         await scorer.close()
     return []

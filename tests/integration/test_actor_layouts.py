@@ -112,7 +112,11 @@ def test_weights_after_updates_agree_across_layouts(runs, export_dir) -> None:
             for name, tensor in weights.items():
                 if name.endswith("k_proj.bias"):
                     continue  # shifts all scores of a query alike, so its gradient is rounding noise, which Adam blows up
-                assert (tensor - reference[name]).abs().max() < 1e-5, f"{folder.name}: {name}"
+                diff = (tensor - reference[name]).abs()
+                # Adam divides a gradient by its own size: where it is next to nothing, its rounding moves a weight by a part of
+                # the learning rate (1e-3). A wrong gradient moves most weights by that much.
+                assert diff.max() < 1e-4, f"{folder.name}: {name}"
+                assert (diff < 1e-5).float().mean() > 0.995, f"{folder.name}: {name}"
 
 
 def test_first_ratio_is_exactly_one(runs) -> None:

@@ -213,6 +213,34 @@ def test_split_and_order_of_responses_do_not_matter(algorithm: AlgorithmSection,
     assert parts[3] == pytest.approx(whole[3], rel=1e-9, abs=1e-9)
 
 
+@pytest.mark.parametrize("name", ["clip", "gspo", "cispo", "pg"])
+@pytest.mark.parametrize("seed", range(4))
+def test_float32_within_the_usual_range_is_right_to_a_millionth(name: str, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    ids = torch.tensor(np.repeat(np.arange(20), rng.integers(1, 40, 20)))
+    n = len(ids)
+    old = torch.tensor(rng.uniform(-6, 0, n), dtype=torch.float32)
+    near = [torch.tensor(rng.uniform(-0.9, 0.9, n), dtype=torch.float32) for _ in range(3)]
+    batch = TokenBatch(
+        logprobs=old + near[0],
+        entropy=near[1].abs(),
+        behaviour_logprobs=old + near[1],
+        old_logprobs=old,
+        ref_logprobs=old + near[2],
+        advantages=torch.tensor(rng.normal(size=20), dtype=torch.float32)[ids],
+        weights=torch.full((n,), 1 / n, dtype=torch.float64),
+        mask=torch.tensor(rng.random(n) < 0.8),
+        sequence_ids=ids,
+    )
+    algorithm = section(policy_loss=name, entropy_coef=0.1, kl={"coef": 0.1, "kind": "k2"})
+    loss, d_logprob, d_entropy, _ = evaluate(algorithm, batch)
+    want, want_d_logprob, want_d_entropy, terms = expected(algorithm, batch)
+    assert abs(loss - want) < 1e-6 * terms
+    # A gradient is the sum of two terms, which may cancel: relative to the larger one.
+    np.testing.assert_allclose(d_logprob.numpy(), want_d_logprob, rtol=1e-6, atol=1e-6 / n)
+    np.testing.assert_allclose(d_entropy.numpy(), want_d_entropy, rtol=1e-6)
+
+
 def tiny(**changes) -> TokenBatch:
     """Two responses of two tokens, on-policy, of advantage 1 and -1."""
     x = torch.tensor([-1.0, -2.0, -0.5, -1.5], dtype=torch.float64)
