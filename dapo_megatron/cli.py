@@ -26,6 +26,7 @@ app = typer.Typer(
 ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file, for example configs/quickstart.yaml.")]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Overrides: a.b.c=value.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Check everything, print the resolved configuration, stop.")]
+Plain = Annotated[bool, typer.Option("--plain", help="One line a step instead of the live view.")]
 
 EXIT_CONFIG = 2
 
@@ -35,7 +36,7 @@ def run(
     config: ConfigPath,
     overrides: Overrides = None,
     dry_run: DryRun = False,
-    plain: Annotated[bool, typer.Option("--plain", help="One line a step instead of the live view.")] = False,
+    plain: Plain = False,
 ) -> None:
     """Train on this machine: rollout service and trainer, with a live view."""
     tree = _checked(config, overrides or [])
@@ -80,23 +81,21 @@ def rollout(
 
 
 @app.command()
-def train(config: ConfigPath, overrides: Overrides = None) -> None:
-    """Train with a running rollout service (`dapo rollout CONFIG`); starts torchrun unless it is inside one."""
+def train(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    plain: Plain = False,
+) -> None:
+    """Train with the service of `dapo rollout CONFIG`; starts torchrun unless it is inside one."""
     if "TORCHELASTIC_RUN_ID" in os.environ or "RANK" in os.environ:
         from dapo_megatron import train as entry
 
         entry.main(str(config), list(overrides or []))
         return
-    from dapo_megatron.launch import child_environment, torchrun_command
-
     tree = _checked(config, overrides or [])
-    if tree.parallel.nnodes > 1:
-        raise ConfigError(
-            str(config),
-            ["parallel.nnodes is above 1: run `torchrun --nnodes ... -m dapo_megatron.train CONFIG` on each"],
-        )
-    command = torchrun_command(tree, config, log_dir=None) + list(overrides or [])
-    os.execve(command[0], command, child_environment(tree))
+    from dapo_megatron.launch import launch_trainer
+
+    raise typer.Exit(launch_trainer(tree, config, overrides or [], plain, Console(), Console(stderr=True)))
 
 
 @app.command()

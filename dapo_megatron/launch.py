@@ -1,22 +1,26 @@
-"""`dapo run`: the rollout service and the trainer on one machine, watched until both have ended.
+"""`dapo run`: the rollout service and the trainer on one machine, watched until both have ended. `dapo train`: the
+trainer alone, with a service that `dapo rollout` runs in another terminal.
 
-Both are started at once: the trainer imports and loads while the engines start, then waits for `service.json` in the
+With `dapo run` both are started at once: the trainer imports and loads while the engines start, then waits for `service.json` in the
 run folder. Whatever happens (success, failure of either, Ctrl-C, SIGTERM, SIGKILL of this process), no process of
 the run is left.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import psutil
 from rich.console import Console
 from rich.markup import escape
 
@@ -26,7 +30,7 @@ from dapo_megatron.failure import Cause, exit_words, find_cause, service_sources
 from dapo_megatron.guarded_process import GuardedProcess
 from dapo_megatron.observability.live import make_view
 from dapo_megatron.observability.summary import read_summary, summary_table
-from dapo_megatron.run_folder import RESOLVED_CONFIG, RunLock, prepare_run_folder
+from dapo_megatron.run_folder import RESOLVED_CONFIG, SERVICE_FILE, RunLock, prepare_run_folder, run_folder
 
 POLL_S = 0.25
 # After SIGTERM, before SIGKILL: the service promises to have ended its processes within this time.
@@ -57,14 +61,13 @@ def service_command(config_path: Path) -> list[str]:
     return [sys.executable, "-m", "dapo_megatron.cli", "rollout", "--prepared", str(config_path)]
 
 
-def torchrun_command(config: RunConfig, config_path: Path, log_dir: Path | None) -> list[str]:
-    """The trainer under torchrun, on this machine."""
+def torchrun_command(config: RunConfig, config_path: Path, log_dir: Path) -> list[str]:
+    """The trainer under torchrun, on this machine. Overrides of the configuration may follow."""
     command = [sys.executable, "-m", "torch.distributed.run"]
     command += ["--nnodes", "1", "--nproc-per-node", str(config.parallel.nproc_per_node), "--max-restarts", "0"]
     command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--local-addr", "127.0.0.1"]
     command += ["--rdzv-id", config.run.name]
-    if log_dir is not None:
-        command += ["--log-dir", str(log_dir), "--redirects", "3"]
+    command += ["--log-dir", str(log_dir), "--redirects", "3"]
     return [*command, "-m", "dapo_megatron.train", str(config_path)]
 
 
@@ -77,23 +80,73 @@ def launch(config: RunConfig, plain: bool, console: Console, errors: Console) ->
     Raises:
         ConfigError: the run needs several machines, its folder cannot be written, or a run of its name is active.
     """
-    if config.parallel.nnodes > 1:
-        problem = (
-            f"parallel.nnodes={config.parallel.nnodes}: `dapo run` starts one machine; run `dapo rollout` on one and "
-            "`torchrun --nnodes ... -m dapo_megatron.train CONFIG` on each"
-        )
-        raise ConfigError("launch", [problem])
+    _require_one_machine(config)
     with RunLock(config):
         folder, moved = prepare_run_folder(config, always_new=True)
         if moved is not None:
             console.print(f"an earlier run of this name was kept as {moved.name}", markup=False, highlight=False)
-        return _Launch(config, folder, plain, console, errors).run()
+        config_path = folder / RESOLVED_CONFIG
+        trainer = torchrun_command(config, config_path, folder / "logs" / "ranks")
+        return _Launch(config, folder, service_command(config_path), trainer, plain, console, errors).run()
+
+
+def launch_trainer(
+    config: RunConfig, config_path: Path, overrides: Sequence[str], plain: bool, console: Console, errors: Console
+) -> int:
+    """Run the trainer of a checked configuration with a rollout service that runs already or is about to.
+
+    Waits for `service.json` in the run folder, because an earlier run's folder is moved away by `dapo rollout`.
+
+    Returns:
+        0, 1 after a failure, 128 + n after signal n.
+
+    Raises:
+        ConfigError: the run needs several machines.
+    """
+    _require_one_machine(config)
+    folder = run_folder(config)
+    if not _service_announced(folder):
+        console.print(
+            f"waiting for the rollout service (dapo rollout {config_path})",
+            markup=False,
+            highlight=False,
+            soft_wrap=True,
+        )
+    deadline = time.monotonic() + config.ray.start_timeout_s
+    while not _service_announced(folder):
+        if time.monotonic() > deadline:
+            wait = f"within ray.start_timeout_s={config.ray.start_timeout_s:g}"
+            errors.print(f"error: no rollout service announced itself in {folder} {wait}", markup=False, soft_wrap=True)
+            return EXIT_FAILURE
+        time.sleep(POLL_S)
+    trainer = [*torchrun_command(config, config_path, folder / "logs" / "ranks"), *overrides]
+    return _Launch(config, folder, None, trainer, plain, console, errors).run()
+
+
+def _require_one_machine(config: RunConfig) -> None:
+    if config.parallel.nnodes > 1:
+        problem = (
+            f"parallel.nnodes={config.parallel.nnodes}: this command starts one machine; run `dapo rollout` on one and "
+            "`torchrun --nnodes ... -m dapo_megatron.train CONFIG` on each"
+        )
+        raise ConfigError("launch", [problem])
+
+
+def _service_announced(folder: Path) -> bool:
+    """Whether `service.json` is there and not the leftover of a service that was killed on this machine."""
+    try:
+        content = json.loads((folder / SERVICE_FILE).read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError):
+        return False
+    return content.get("host") != socket.gethostname() or psutil.pid_exists(int(content["pid"]))
 
 
 @dataclass
 class _Launch:
     config: RunConfig
     folder: Path
+    service_command: list[str] | None
+    trainer_command: list[str]
     plain: bool
     console: Console
     errors: Console
@@ -102,19 +155,12 @@ class _Launch:
     def run(self) -> int:
         logs = self.folder / "logs"
         env = child_environment(self.config)
-        config_path = self.folder / RESOLVED_CONFIG
         previous = self._install_signal_handlers()
         service = trainer = None
         try:
-            service = GuardedProcess(
-                "the rollout service",
-                service_command(config_path),
-                env,
-                logs / "rollout.log",
-            )
-            trainer = GuardedProcess(
-                "the trainer", torchrun_command(self.config, config_path, logs / "ranks"), env, logs / "trainer.log"
-            )
+            if self.service_command is not None:
+                service = GuardedProcess("the rollout service", self.service_command, env, logs / "rollout.log")
+            trainer = GuardedProcess("the trainer", self.trainer_command, env, logs / "trainer.log")
             return self._watch(service, trainer)
         finally:
             for process in (trainer, service):
@@ -130,7 +176,7 @@ class _Launch:
         numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
         return {number: signal.signal(number, note) for number in numbers}
 
-    def _watch(self, service: GuardedProcess, trainer: GuardedProcess) -> int:
+    def _watch(self, service: GuardedProcess | None, trainer: GuardedProcess) -> int:
         par = self.config.parallel
         title = (
             f"{self.config.run.name}: {Path(self.config.model.path).name}, TP {par.tensor_model_parallel_size} "
@@ -149,7 +195,8 @@ class _Launch:
                 time.sleep(POLL_S)
             if first is not None and not self.signals:
                 other = service if first is trainer else trainer
-                other.wait(ATTRIBUTION_S)
+                if other is not None:
+                    other.wait(ATTRIBUTION_S)
         if self.signals:
             return self._interrupted(service, trainer)
         if first is not None:
@@ -158,12 +205,13 @@ class _Launch:
         return self._closing()
 
     def _first_to_fail(
-        self, service: GuardedProcess, trainer: GuardedProcess, update: Callable[[], None]
+        self, service: GuardedProcess | None, trainer: GuardedProcess, update: Callable[[], None]
     ) -> GuardedProcess | None:
-        trainer_status, service_status = trainer.poll(), service.poll()
+        trainer_status = trainer.poll()
+        service_status = service.poll() if service is not None else None
         if trainer_status:
             return trainer
-        if trainer_status is None and service_status is not None:
+        if service is not None and trainer_status is None and service_status is not None:
             if service_status == 0:
                 # An orderly end comes from the trainer's last call; it still writes its results.
                 deadline = time.monotonic() + TRAINER_AFTER_SERVICE_S
@@ -174,8 +222,9 @@ class _Launch:
             return service
         return None
 
-    def _stop(self, *processes: GuardedProcess) -> None:
+    def _stop(self, *started: GuardedProcess | None) -> None:
         """SIGTERM to all at once, then SIGKILL to what is left after the grace (or at once on a further signal)."""
+        processes = [process for process in started if process is not None]
         for process in processes:
             process.terminate()
         told = len(self.signals)
@@ -185,19 +234,19 @@ class _Launch:
         for process in processes:
             process.kill()
 
-    def _interrupted(self, service: GuardedProcess, trainer: GuardedProcess) -> int:
+    def _interrupted(self, service: GuardedProcess | None, trainer: GuardedProcess) -> int:
         number = self.signals[0]
         words = "interrupted" if number == signal.SIGINT else f"{signal.Signals(number).name} received"
-        self.errors.print(f"{words}: stopping the trainer and the rollout service ...", markup=False, highlight=False)
+        self.errors.print(f"{words}: stopping the run ...", markup=False, highlight=False)
         self._stop(trainer, service)
         self.errors.print(f"stopped; what was done so far lies in {self.folder}", markup=False, highlight=False)
         return 128 + number
 
-    def _failed(self, first: GuardedProcess, service: GuardedProcess, trainer: GuardedProcess) -> int:
+    def _failed(self, first: GuardedProcess, service: GuardedProcess | None, trainer: GuardedProcess) -> int:
         # Both states are taken before anything is stopped: afterwards every process has "failed".
-        statuses = {process.name: process.poll() for process in (service, trainer)}
+        statuses = {process.name: process.poll() for process in (service, trainer) if process is not None}
         self._stop(trainer, service)
-        cause = self._cause(first, service, trainer, statuses)
+        cause = self._cause(first.name, statuses)
         ended = ", ".join(f"{name}: {exit_words(status)}" for name, status in statuses.items() if status is not None)
         if cause is None:
             log, tail = first.log, tail_lines(first.log)
@@ -212,22 +261,17 @@ class _Launch:
             self.errors.print(f"  | {line}", markup=False, highlight=False, soft_wrap=True, style="dim")
         return EXIT_FAILURE
 
-    def _cause(
-        self,
-        first: GuardedProcess,
-        service: GuardedProcess,
-        trainer: GuardedProcess,
-        statuses: dict[str, int | None],
-    ) -> Cause | None:
+    def _cause(self, first: str, statuses: dict[str, int | None]) -> Cause | None:
+        """The cause in the logs of the process that failed first; if that only reports another's end, in the other's."""
         logs = self.folder / "logs"
-        sources = {service.name: service_sources(logs), trainer.name: trainer_sources(logs)}
-        # The first to fail is asked first; if it only reports the other's end, the other is asked too.
-        cause = find_cause(sources[first.name])
-        other = service if first is trainer else trainer
-        if (cause is None or cause.is_aftermath) and (cause is not None or statuses[other.name] is not None):
-            others = find_cause(sources[other.name])
-            if others is not None and not others.is_aftermath:
-                return others
+        sources = {"the rollout service": service_sources(logs), "the trainer": trainer_sources(logs)}
+        cause = find_cause(sources.pop(first))
+        for name, others in sources.items():
+            its_cause = find_cause(others)
+            blames_other = cause is not None and cause.is_aftermath
+            ended_alike = cause is None and statuses.get(name) is not None
+            if its_cause is not None and not its_cause.is_aftermath and (blames_other or ended_alike):
+                return its_cause
         return cause
 
     def _closing(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -16,7 +17,9 @@ def main(config_path: str, overrides: list[str]) -> None:
         config_path: YAML file; overrides: `a.b.c=value`.
     """
     from dapo_megatron.config.load import load_config
+    from rollout_service.process_guard import PR_SET_PDEATHSIG, prctl
 
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # a rank must not outlive a torchrun that was killed
     config = load_config(Path(config_path), overrides)
     run_dir = Path(config.run.dir, config.run.name).resolve()
 

@@ -16,6 +16,7 @@ import contextlib
 import heapq
 import itertools
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -78,6 +79,7 @@ class Fleet:
         self.version: WeightVersion = 0
         self.published: set[WeightVersion] = set()
         self._on_disk: tuple[str, WeightVersion] = (settings.model_path, 0)
+        self._failed = False
         self._paused = False
         self._pauses = 0
         self._updating: list[Engine] = []
@@ -110,10 +112,11 @@ class Fleet:
         for task in self._watchers:
             task.cancel()
         await asyncio.gather(*self._watchers, return_exceptions=True)
-        await asyncio.gather(*(self._stop_engine(engine) for engine in self.engines))
+        up = [engine for engine in self.engines if engine.state in _UP]
+        await asyncio.gather(*(self._stop_engine(engine) for engine in up))
         for engine in self.engines:
             if engine.actor is not None:
-                ray.kill(engine.actor)  # what it still runs ends with it
+                ray.kill(engine.actor)  # a server that it is starting ends with it
 
     def endpoints(self) -> list[EngineEndpoint]:
         return [engine.endpoint for engine in self.engines if engine.client is not None]
@@ -195,9 +198,17 @@ class Fleet:
                         await asyncio.sleep(0.01)
             except TimeoutError as error:
                 raise EngineError(f"requests did not finish within {limit:g} s: {self.states()}") from error
-        up = [engine for engine in self.engines if engine.client is not None and engine.state in _UP]
-        paused = await asyncio.gather(*(self._pause_engine(engine) for engine in up))
-        self._updating = [engine for engine, ok in zip(up, paused, strict=True) if ok]
+        limit = self._settings.rollout.engine.startup_timeout_s
+        deadline = time.monotonic() + limit
+        while not self._failed:
+            up = [engine for engine in self.engines if engine.client is not None and engine.state in _UP]
+            paused = await asyncio.gather(*(self._pause_engine(engine) for engine in up))
+            self._updating = [engine for engine, ok in zip(up, paused, strict=True) if ok]
+            if self._updating:
+                break
+            if time.monotonic() > deadline:
+                raise EngineError(f"no engine came up within {limit:g} s to take new weights: {self.states()}")
+            await asyncio.sleep(0.2)  # all of them are being restarted
         return [engine.endpoint for engine in self._updating]
 
     async def resume(self, version: WeightVersion) -> None:
@@ -332,7 +343,6 @@ class Fleet:
             await engine.client.close()
             engine.client = None
         if engine.actor is not None:
-            # An actor that is busy starting its server does not hear this; the caller ends or restarts it.
             with contextlib.suppress(ray.exceptions.RayActorError, TimeoutError):
                 async with asyncio.timeout(STOP_TIMEOUT_S):
                     await engine.actor.stop.remote()
@@ -362,6 +372,7 @@ class Fleet:
             try:
                 await self._restart(engine, cause)
             except EngineError as error:
+                self._failed = True
                 self._on_failure(error)
                 return
 

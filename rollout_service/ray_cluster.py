@@ -1,8 +1,8 @@
 """The Ray cluster that carries the service: start a private one or join one, and find the service in it.
 
-A private cluster lives and dies with the process that started it (Ray ties its processes to it, SIGKILL included),
-listens on this machine only, keeps its files in a short folder of its own under the system's temporary folder, and has
-its own access token in the run folder. What others need to reach the service stands in `<run_dir>/service.json`.
+A private cluster lives and dies with the process that started it (SIGKILL included, see `cluster_reaper.py`) and keeps
+its files in a short folder of its own under the system's temporary folder. Ray listens on the machine's address, so the
+cluster has its own access token, in a private file of the run folder; who lacks it is refused. What others need to reach the service stands in `<run_dir>/service.json`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ import os
 import secrets
 import shutil
 import socket
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -25,12 +27,15 @@ import ray
 import ray._raylet
 import ray.exceptions
 
+from rollout_service import cluster_reaper
 from rollout_service.config import RaySection
 from rollout_service.server_process import PROXY_VARIABLES
 
 SERVICE_FILE = "service.json"
 TOKEN_FILE = "ray_token"
 ACTOR_NAME = "rollout_service"
+CLUSTER_MARK = "DAPO_RAY_CLUSTER"  # environment variable of all that a private cluster starts
+REAPER_TIMEOUT_S = 12.0
 _TEMP_PREFIX = "dapo-ray-"
 _PACKAGE_ROOT = str(Path(__file__).resolve().parent.parent)
 
@@ -41,6 +46,7 @@ _ENVIRONMENT = {
     "RAY_DISABLE_IMPORT_WARNING": "1",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
+    "RAY_IGNORE_UNHANDLED_ERRORS": "1",  # errors of calls that nobody waits for any more are in service.log
 }
 
 
@@ -55,7 +61,8 @@ class Cluster:
     address: str
     namespace: str
     run_dir: Path
-    temp_dir: Path | None
+    temp_dir: Path | None = None
+    reaper: subprocess.Popen[bytes] | None = None
 
     def write_service_file(self, ready: bool) -> None:
         """Write `<run_dir>/service.json`: where the service is, who started it, whether it is ready."""
@@ -77,9 +84,8 @@ class Cluster:
         """Disconnect; a private cluster ends, and its files with it."""
         (self.run_dir / SERVICE_FILE).unlink(missing_ok=True)
         ray.shutdown()
-        if self.temp_dir is not None:
-            (self.run_dir / TOKEN_FILE).unlink(missing_ok=True)
-            shutil.rmtree(self.temp_dir, ignore_errors=True)
+        if self.reaper is not None:
+            _reap(self.reaper)
 
 
 def connect(section: RaySection, run_name: str, run_dir: Path | str, head: bool) -> Cluster:
@@ -100,23 +106,25 @@ def connect(section: RaySection, run_name: str, run_dir: Path | str, head: bool)
     namespace = f"dapo-{run_name}"
     if section.address is not None:
         address = _init(namespace, address=section.address)
-        cluster = Cluster(address, namespace, run_dir, None)
+        cluster = Cluster(address, namespace, run_dir)
     elif head:
         temp_dir = _make_temp_dir()
         _use_token(_write_token(run_dir))
+        mark = secrets.token_hex(8)
+        reaper = _start_reaper(mark, [temp_dir, run_dir / TOKEN_FILE, run_dir / SERVICE_FILE])
         try:
             address = _init(
                 namespace,
+                mark,
                 include_dashboard=False,
                 num_cpus=1,  # the service's actors ask for none; Ray would start one idle worker for each
                 object_store_memory=section.object_store_memory_mb * 1024 * 1024,
                 _temp_dir=str(temp_dir),
-                _node_ip_address="127.0.0.1",
             )
-        except ClusterError:
-            shutil.rmtree(temp_dir, ignore_errors=True)
+        except BaseException:
+            _reap(reaper)
             raise
-        cluster = Cluster(address, namespace, run_dir, temp_dir)
+        cluster = Cluster(address, namespace, run_dir, temp_dir, reaper)
     else:
         raise ClusterError("ray.address is null and this process may not start a cluster: give the address of one")
     cluster.write_service_file(ready=False)
@@ -176,9 +184,9 @@ def _require_owner(info: dict[str, Any], path: Path) -> None:
         raise ClusterError(f"the rollout service's process {info['pid']} (from {path}) is gone; see its log")
 
 
-def _init(namespace: str, **arguments: Any) -> str:
+def _init(namespace: str, mark: str | None = None, **arguments: Any) -> str:
     """`ray.init`, quietly and without proxies; returns the cluster's address."""
-    with _ray_environment():
+    with _ray_environment(mark):
         try:
             ray.init(
                 namespace=namespace,
@@ -200,18 +208,37 @@ def _python_path() -> str:
 
 
 @contextlib.contextmanager
-def _ray_environment() -> Iterator[None]:
-    """Ray's settings in the environment, and no proxy variables in it while Ray starts its processes."""
+def _ray_environment(mark: str | None) -> Iterator[None]:
+    """Ray's settings in the environment; while Ray starts its processes also the cluster's mark, but no proxies."""
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     proxies = {name: value for name, value in os.environ.items() if name.lower() in PROXY_VARIABLES}
     for name in proxies:
         del os.environ[name]
+    if mark is not None:
+        os.environ[CLUSTER_MARK] = mark
     try:
         yield
     finally:
+        os.environ.pop(CLUSTER_MARK, None)
         os.environ.update(proxies)
+
+
+def _start_reaper(mark: str, paths: list[Path]) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-I", "-S", str(Path(cluster_reaper.__file__)), f"{CLUSTER_MARK}={mark}"]
+    return subprocess.Popen([*command, *map(str, paths)], stdin=subprocess.PIPE, start_new_session=True)
+
+
+def _reap(reaper: subprocess.Popen[bytes]) -> None:
+    """Let the reaper do its work now, and wait for it."""
+    assert reaper.stdin is not None
+    reaper.stdin.close()
+    try:
+        reaper.wait(REAPER_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        reaper.kill()
+        reaper.wait()
 
 
 def _write_token(run_dir: Path) -> Path:

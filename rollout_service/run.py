@@ -21,7 +21,7 @@ FAILURE_GRACE_S = 3.0  # after a failure the trainer's calls are still answered 
 CHECK_S = 0.25
 
 
-class _Stop(Exception):
+class _Stop(BaseException):
     """A signal asked the service to end."""
 
 
@@ -53,7 +53,7 @@ def run_service(settings: ServiceSettings) -> None:
         print(f"rollout service ready: {settings.run_dir}", file=sys.stderr, flush=True)
         try:
             _wait(handle.until_failure.remote(), stop)
-        except ray.exceptions.RayTaskError:
+        except Exception:
             stop.wait(FAILURE_GRACE_S)
             raise
     except _Stop:
@@ -71,7 +71,10 @@ def _wait(ref: Any, stop: threading.Event) -> Any:
         if stop.is_set():
             raise _Stop
         if ready:
-            return ray.get(ref)
+            try:
+                return ray.get(ref)
+            except ray.exceptions.RayTaskError as error:
+                raise (error.cause or error) from error
 
 
 def _shut_down(cluster: ray_cluster.Cluster | None, handle: Any) -> None:

@@ -122,6 +122,7 @@ def server_environment(device: Device) -> dict[str, str]:
     environment |= {
         "HF_HUB_OFFLINE": "1",  # the model is a folder; nothing is fetched
         "PYTHONUNBUFFERED": "1",
+        "SPT_NOENV": "1",  # SGLang renames its processes; the environment must stay readable (cluster_reaper.py)
         # /health then only says that the server is up; a probe that generates a token would hang while it is paused.
         "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false",
     }

@@ -242,6 +242,7 @@ class RolloutService:
         self._updating = True
         self._gate()
         endpoints = await self._fleet.pause(drain=self._settings.rollout.update_mode == "drain")
+        self._raise_failure()
         self._statistics.paused(True)
         return endpoints
 

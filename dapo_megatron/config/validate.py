@@ -146,9 +146,9 @@ def _check_data(config: RunConfig) -> list[str]:
 def _remarks(config: RunConfig) -> list[str]:
     remarks = []
     steps, warmup = config.trainer.total_steps, config.optim.lr_warmup_steps
-    if warmup >= steps:
+    if warmup > steps:
         remarks.append(
-            f"optim.lr_warmup_steps={warmup} is not below trainer.total_steps={steps}: the learning rate only reaches "
+            f"optim.lr_warmup_steps={warmup} is above trainer.total_steps={steps}: the learning rate only reaches "
             f"{config.optim.lr * steps / warmup:.3g} of optim.lr={config.optim.lr:g}"
         )
     if (config.evaluation.before_training or config.evaluation.after_training) and not config.evaluation.sets:

@@ -57,8 +57,11 @@ class PlainView:
         events, metrics = self.state.poll()
         lines = [(float(e.get("time") or 0.0), event_text(e)) for e in events]
         for line in metrics:
+            moment = float(line.get("time") or 0.0)
             if STEP_MARK in line:
-                lines.append((float(line.get("time") or 0.0), step_line(line, self.state)))
+                lines.append((moment, step_line(line, self.state)))
+            if evaluated := evaluation_line(line):
+                lines.append((moment, evaluated))
         for _, text in sorted(lines, key=lambda item: item[0]):
             self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
@@ -142,6 +145,13 @@ def step_line(line: dict[str, Any], state: RunState) -> str:
     if eta is not None:
         parts.append(f"{duration(eta)} left")
     return " | ".join(parts)
+
+
+def evaluation_line(line: dict[str, Any]) -> str:
+    """Accuracies in a line of metrics as text: `  heldout/greedy/acc/mean@1 0.930, ...`; empty when there are none."""
+    prefix = "val-core/"
+    values = [(name.removeprefix(prefix), value) for name, value in line.items() if name.startswith(prefix)]
+    return "  " + ", ".join(f"{name} {_num(value, '.3f')}" for name, value in values) if values else ""
 
 
 def duration(seconds: float) -> str:

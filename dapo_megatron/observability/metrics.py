@@ -117,7 +117,6 @@ METRICS: tuple[Metric, ...] = (
     Metric("perf/total_num_tokens", "tokens", "tokens of the batch, prompts included"),
     Metric("perf/response_tokens", "tokens", "response tokens of the batch"),
     Metric("perf/time_per_step", "s", "wall time of the step"),
-    Metric("perf/mfu/actor", "share", "model FLOPs of the update over the devices' dense peak"),
     Metric("perf/update_weights_bytes", "bytes", "bytes sent to the engines in the step"),
     Metric("fully_async/trainer/idle_ratio", "share", "share of the step in which the trainer waited for a batch"),
     Metric(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections import deque
 from pathlib import Path
@@ -56,7 +57,8 @@ class RunState:
         """Seconds until the last training step ends, or None before the first step."""
         if not self._durations:
             return None
-        return (self.total_steps - self.step) * sum(self._durations) / len(self._durations)
+        # The median, because the first step also waits for the engines to start.
+        return (self.total_steps - self.step) * statistics.median(self._durations)
 
     def value(self, name: str) -> float | None:
         """A metric of the latest step; None when it was not measured."""

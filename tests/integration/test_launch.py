@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -201,3 +203,18 @@ def test_the_failing_rank_under_torchrun_is_named_with_its_own_exception(scene: 
     assert "error: trainer rank 1 failed: KeyError: 'decoder.layers.3'" in err
     assert "stderr.log" in err
     assert scene.left_running() == []
+
+
+def test_a_trainer_alone_waits_for_a_living_service_and_says_how_to_start_it(scene: Scene) -> None:
+    scene.run_dir.mkdir(parents=True)
+    # What a service leaves behind when it is killed: its process is gone.
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    announced = {"pid": gone.pid, "host": socket.gethostname()}
+    (scene.run_dir / "service.json").write_text(json.dumps(announced))
+    command = [sys.executable, "-m", "dapo_megatron.cli", "train", str(scene.config), "ray.start_timeout_s=1"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False, cwd=ROOT)
+    assert done.returncode == 1
+    assert f"waiting for the rollout service (dapo rollout {scene.config})" in done.stdout.replace("\n", "")
+    assert "no rollout service announced itself" in done.stderr
+    assert "ray.start_timeout_s=1" in done.stderr
