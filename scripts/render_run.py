@@ -25,8 +25,9 @@ def main(run_dir: Path, out: Path) -> None:
     text = lines.export_text().splitlines()
     steps = [index for index, line in enumerate(text) if line.startswith("step")]
     console.print(f"$ dapo run configs/{config.run.name}.yaml --plain", style="bold")
+    root = f"{run_dir.resolve().parent.parent}/"
     for line in [*text[: steps[3]], "...", *text[steps[-3] :]]:
-        console.print(line, markup=False, highlight=False, overflow="ellipsis", no_wrap=True)
+        console.print(line.replace(root, ""), markup=False, highlight=False, overflow="ellipsis", no_wrap=True)
     # Folders of the machine that the run happened on say nothing to a reader.
     shown = summary | {"checkpoint_hf": f"runs/{run_dir.name}/checkpoint_hf"}
     console.print(summary_table(Path("runs", run_dir.name), shown))
