@@ -144,3 +144,9 @@ def test_a_broken_contract_is_found_at_launch(path: Path, override: str, words: 
     (problem,) = problems_of(path, f"algorithm.{override}")
     assert problem.startswith(f"algorithm.{override.split('=')[0]}: '{override.split('=')[1]}'")
     assert words in problem
+
+
+def test_the_example_of_the_documentation_keeps_the_contract(path: Path, tmp_path: Path) -> None:
+    page = (Path(__file__).resolve().parents[3] / "docs" / "algorithm.md").read_text(encoding="utf-8")
+    (tmp_path / "my_losses.py").write_text(page.split("```python\n")[1].split("```")[0])
+    check_launch(load_config(path, ["algorithm.policy_loss=my_losses:reinforce"]), "c")
