@@ -143,8 +143,8 @@ class GroupFilter:
         self._acc.clear()
 
     def take_warnings(self) -> list[str]:
-        """What the policy had to say since the last call, oldest first."""
-        warnings = list(self._warnings)
+        """What the policy had to say since the last call, oldest first; equal words once."""
+        warnings = list(dict.fromkeys(self._warnings))
         self._warnings.clear()
         return warnings
 

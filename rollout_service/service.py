@@ -53,11 +53,10 @@ class RolloutService:
     def __init__(self, settings: ServiceSettings, device: Device) -> None:
         self._settings = settings
         _log_to(Path(settings.run_dir) / "logs" / "service.log")
-        rollout = settings.rollout
-        self._scheduler = Scheduler.of(rollout)
-        self._filter = GroupFilter(rollout.filter_groups)
+        self._scheduler = Scheduler.of(settings.rollout)
+        self._filter = GroupFilter(settings.rollout.filter_groups)
         self._fleet = Fleet(settings, device, self._fail)
-        self._rewards = RewardScorer(rollout.reward)
+        self._rewards = RewardScorer(settings.rollout.reward)
         self._source: PromptSource | None = None
         self._runner: GroupRunner | None = None
         self._eval_prompts: dict[str, list[Prompt]] = {}

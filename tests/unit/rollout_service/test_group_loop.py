@@ -224,8 +224,8 @@ def test_warn_speaks_up_long_before_the_time_limit_of_the_batch(scores: list[flo
     with pytest.raises(TimeoutError):
         simulation.run(steps=1)
     warnings = simulation.filter.take_warnings()
-    assert len(warnings) == 20  # 400 groups in windows of 16 are 24; the unread ones are limited
-    assert all(words in warning for warning in warnings)
+    assert len(warnings) == 1  # 400 groups in windows of 16 all say the same
+    assert words in warnings[0]
     assert words in simulation.filter.words()
     assert simulation.filter.take_warnings() == []
 
