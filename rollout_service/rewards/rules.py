@@ -17,6 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 from rollout_service.rewards.extraction import LENIENT, canonical_number, clean, final_answer
+from rollout_service.rewards.rational import surely
 
 Rule = Callable[[str, str, bool], tuple[float, str | None]]
 
@@ -91,6 +92,9 @@ def _equal(gold: str, answer: str) -> bool:
         if gold_number == answer_number:
             return True
         answer = answer_number  # without thousands separators, which would look like a list below
+    plain = surely(gold_number or gold, answer)
+    if plain is not None:
+        return plain
     if gold_number is not None and _INTEGER.fullmatch(gold_number):
         if answer_number is not None:
             return False
@@ -103,7 +107,7 @@ def _equal(gold: str, answer: str) -> bool:
         return False
     if gold.endswith("%") and answer_number is not None and answer_number == canonical_number(gold.rstrip("\\% ")):
         return True  # "what percentage": the sign may be left out
-    gold_values = _parse(gold_number or gold)
+    gold_values = _parse_gold(gold_number or gold)
     if gold_values and all(_is_scalar(value) for value in gold_values) and _lists_more(gold, answer):
         return False
     answer_values = _parse(answer)
@@ -114,7 +118,7 @@ def _equal(gold: str, answer: str) -> bool:
 
 def _squeeze(text: str) -> str:
     """Without white space, but for that between digits: `1 2` is not 12."""
-    return re.sub(r"(?<![0-9])\s+|\s+(?![0-9])", "", text)
+    return re.sub(r"\\[dt]frac(?![A-Za-z])", r"\\frac", re.sub(r"(?<![0-9])\s+|\s+(?![0-9])", "", text))
 
 
 def _words(text: str) -> str:
@@ -156,6 +160,12 @@ def _extraction_config() -> list[Any]:
     # Its only messages here say, once per process, that its timeouts are off.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     return [LatexExtractionConfig(boxed_match_priority=0)]
+
+
+@functools.lru_cache(maxsize=256)
+def _parse_gold(text: str) -> list[Any]:
+    """The samples of a group share their gold answer."""
+    return _parse(text)
 
 
 def _parse(text: str) -> list[Any]:
