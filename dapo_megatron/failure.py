@@ -17,6 +17,8 @@ _AFTERMATH = re.compile(
     r"closed by peer|reset by peer|Broken pipe|SIGTERM|SignalException|ChildFailedError|ActorDied|ActorUnavailable|"
     r"DistBackendError|DistNetworkError|\[.*gloo.*\]|Timed out waiting|KeyboardInterrupt|SystemExit"
 )
+# Once the process group is up, torch puts this before each line of a traceback.
+_RANK_PREFIX = re.compile(r"^\[rank\d+\]: ?")
 _TORCHRUN_SIGNAL = re.compile(r"exitcode\s*:\s*-(\d+)\s*\(pid: (\d+)\)")
 
 
@@ -91,7 +93,7 @@ def _read_tail(log: Path) -> list[str]:
             text = file.read().decode("utf-8", errors="replace")
     except FileNotFoundError:
         return []
-    return [line.rstrip() for line in text.splitlines() if line.strip()]
+    return [_RANK_PREFIX.sub("", line).rstrip() for line in text.splitlines() if line.strip()]
 
 
 def _cause_in(where: str, log: Path) -> Cause | None:
