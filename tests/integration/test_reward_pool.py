@@ -63,7 +63,9 @@ def test_verdicts_come_back_in_order_under_load() -> None:
     async def use(pool: RewardPool) -> None:
         scores = await asyncio.gather(
             *(
-                pool.score(f"\\frac{{1}}{{{i % 7 + 2}}}", f"\\boxed{{\\frac{{3}}{{{3 * (i % 7 + 2 + i % 2)}}}}}", False)
+                pool.score(
+                    f"\\frac{{\\pi}}{{{i % 7 + 2}}}", f"\\boxed{{\\frac{{3\\pi}}{{{3 * (i % 7 + 2 + i % 2)}}}}}", False
+                )
                 for i in range(300)
             )
         )
@@ -91,7 +93,7 @@ def test_a_hostile_expression_is_killed_at_its_deadline_and_the_others_are_serve
         assert (stats["reward/timeout"], stats["reward/respawned"]) == (1, 1)
         assert len(before - set(pool.pids())) == 1
         assert await eventually(lambda: sum(map(alive, before)) == 2)  # the killed one is gone
-        assert (await pool.score("\\frac12", "Answer: 0.5", False)).acc == 1.0
+        assert (await pool.score("\\sqrt{12}", "Answer: 2\\sqrt{3}", False)).acc == 1.0
 
     with_pool(use, timeout_s=1.5)
 
@@ -100,7 +102,7 @@ def test_more_hostile_items_than_workers_all_end_as_timeouts() -> None:
     async def use(pool: RewardPool) -> None:
         scores = await asyncio.gather(*(pool.score("34", HOSTILE, False) for _ in range(5)))
         assert [score.error for score in scores] == ["reward_timeout"] * 5
-        assert (await pool.score("\\frac12", "Answer: 0.5", False)).acc == 1.0
+        assert (await pool.score("\\sqrt{12}", "Answer: 2\\sqrt{3}", False)).acc == 1.0
 
     with_pool(use, timeout_s=0.7)
 
@@ -114,7 +116,7 @@ def test_a_killed_busy_worker_is_a_crash_and_the_pool_refills() -> None:
         assert (await task).error == "reward_crash"
         assert await eventually(lambda: pool.stats()["reward/idle_workers"] == 1)
         assert busy not in pool.pids()
-        assert (await pool.score("\\frac12", "Answer: 0.5", False)).acc == 1.0
+        assert (await pool.score("\\sqrt{12}", "Answer: 2\\sqrt{3}", False)).acc == 1.0
         assert pool.stats()["reward/crash"] == 1
 
     with_pool(use, workers=1)
@@ -131,9 +133,9 @@ def test_a_worker_killed_while_idle_costs_no_sample() -> None:
         for pid in pool.pids()[1:]:
             os.kill(pid, signal.SIGKILL)
         await asyncio.sleep(0.2)
-        scores = await asyncio.gather(*(pool.score("\\frac12", "Answer: 0.5", False) for _ in range(6)))
+        scores = await asyncio.gather(*(pool.score("\\sqrt{12}", "Answer: 2\\sqrt{3}", False) for _ in range(6)))
         assert [(score.acc, score.error) for score in scores] == [(1.0, None)] * 6
-        assert pool.stats()["reward/respawned"] == 2
+        assert await eventually(lambda: pool.stats()["reward/respawned"] == 2)
 
     with_pool(use)
 
@@ -144,7 +146,7 @@ def test_a_killed_zygote_is_replaced() -> None:
         os.kill(first[0], signal.SIGKILL)
         assert await eventually(lambda: not any(map(alive, first)))  # its workers die with it
         await asyncio.sleep(0.2)
-        scores = await asyncio.gather(*(pool.score("\\frac12", "Answer: 0.5", False) for _ in range(6)))
+        scores = await asyncio.gather(*(pool.score("\\sqrt{12}", "Answer: 2\\sqrt{3}", False) for _ in range(6)))
         assert [(score.acc, score.error) for score in scores] == [(1.0, None)] * 6
         assert not set(first) & set(pool.pids())
 
@@ -241,7 +243,7 @@ from rollout_service.rewards.pool import RewardPool
 async def main():
     pool = RewardPool(RewardSection(workers=2, timeout_s=600.0))
     await pool.start()
-    assert (await pool.score("\\\\frac12", "Answer: 0.5", False)).acc == 1.0
+    assert (await pool.score("\\\\sqrt{{12}}", "Answer: 2\\\\sqrt{{3}}", False)).acc == 1.0
     print(*pool.pids(), flush=True)
     await pool.score("34", {HOSTILE!r}, False)
 
@@ -282,9 +284,9 @@ def test_the_pool_works_on_a_uvloop_in_a_thread() -> None:
         pool = RewardPool(RewardSection(workers=1, timeout_s=1.0))
         await pool.start()
         try:
-            scores.append(await pool.score("\\frac12", "Answer: 0.5", False))
+            scores.append(await pool.score("\\sqrt{12}", "Answer: 2\\sqrt{3}", False))
             scores.append(await pool.score("34", HOSTILE, False))
-            scores.append(await pool.score("\\frac12", "Answer: 0.5", False))
+            scores.append(await pool.score("\\sqrt{12}", "Answer: 2\\sqrt{3}", False))
         finally:
             await pool.close()
 
@@ -317,7 +319,7 @@ def test_the_pool_works_inside_a_ray_actor_and_ends_with_it() -> None:
     try:
         actor = ray.remote(num_cpus=0)(Scorer).remote()
         pids = ray.get(actor.start.remote(), timeout=90)
-        calls = [actor.score.remote("\\frac12", "Answer: 0.5"), actor.score.remote("34", HOSTILE)]
+        calls = [actor.score.remote("\\sqrt{12}", "Answer: 2\\sqrt{3}"), actor.score.remote("34", HOSTILE)]
         assert ray.get(calls, timeout=60) == [(1.0, None), (0.0, "reward_timeout")]
         assert ray.get(actor.score.remote("34", "Answer: 35"), timeout=60) == (0.0, None)
         ray.kill(actor)
