@@ -150,6 +150,11 @@ def free_port(host: str) -> int:
         return int(probe.getsockname()[1])
 
 
+def new_api_key() -> str:
+    """A fresh secret. Letters and digits only: SGLang hands it to argparse, which takes a leading `-` for an option."""
+    return secrets.token_hex(24)
+
+
 class SglangServer:
     """Ray actor that owns one server process. Its log is `<run_dir>/logs/engine_<id>.log`."""
 
@@ -214,12 +219,12 @@ class SglangServer:
     def _spawn(self, model_path: str, version: WeightVersion) -> tuple[EngineEndpoint, int]:
         engine = self._settings.rollout.engine
         port = free_port(engine.host)
-        api_key = secrets.token_urlsafe(24)
+        api_key = new_api_key()
         key_file = self._log_path.with_suffix(".yaml")
         self._log_path.parent.mkdir(parents=True, exist_ok=True)
         key_file.unlink(missing_ok=True)
         with open(os.open(key_file, os.O_CREAT | os.O_WRONLY | os.O_EXCL, 0o600), "w") as file:
-            file.write(f"api-key: {api_key}\n")
+            file.write(f'api-key: "{api_key}"\n')
         arguments = server_arguments(self._settings, self._device, model_path, version, self._engine_id)
         arguments |= {"host": engine.host, "port": port, "config": str(key_file)}
         command = server_command(engine.python or sys.executable, self._device, argument_list(arguments))

@@ -231,9 +231,7 @@ def test_engine_out_of_restarts_ends_the_service_with_the_cause(asynchronous: Ru
     handle = asynchronous.handle
     kill_server(asynchronous.mark)
     # Whichever looks first notices: the watch over the process, or the health probe.
-    message = (
-        r"engine 0: (its server process ended|it failed \d+ health probes).*, and rollout.engine.max_restarts=2 is used up"
-    )
+    message = r"engine 0: (its server process ended|it failed \d+ health probes).*, and rollout.engine.max_restarts=2 is used up"
     for method, *args in (("until_failure",), ("next_batch", 20), ("ticket", 20), ("evaluate", "held", 7)):
         with pytest.raises(Exception, match=message):
             call(handle, method, *args)

@@ -9,6 +9,7 @@ import pytest
 from rollout_service.server_process import (
     argument_list,
     log_tail,
+    new_api_key,
     server_arguments,
     server_command,
     server_environment,
@@ -108,3 +109,9 @@ def test_log_tail_is_the_end_of_the_log(tmp_path: Path) -> None:
     log.write_text("".join(f"line {n}\n" for n in range(5000)))
     assert log_tail(log, 2) == "line 4998\nline 4999"
     assert "no log" in log_tail(tmp_path / "none")
+
+
+def test_api_keys_are_plain_text_for_argparse_and_yaml() -> None:
+    keys = {new_api_key() for _ in range(500)}
+    assert len(keys) == 500
+    assert all(key.isalnum() and len(key) >= 32 for key in keys)
