@@ -106,12 +106,12 @@ def test_synchronous_service_survives_its_engine_and_leaves_nothing_when_killed(
             assert all(meta.newest_version == meta.oldest_version == step - 1 for meta in ticket.groups)
             publish(handle, models[step % 2], step, step)
         totals = call(handle, "metrics")
-        assert totals["rollout/engine/restarts"] == 1
+        assert totals["rollout/engine/restarts"] >= 1
         assert totals["rollout/engine/requeued"] >= 1
         ray.shutdown()
         assert len(marked(launched.mark)) >= 6  # launcher, Ray, actors, server, reward workers
         launched.process.kill()
-        left = wait_until_gone(launched.mark, 10)
+        left = wait_until_gone(launched.mark, 20)
         assert not left, left
         assert not (launched.run_dir / SERVICE_FILE).exists()
         assert not list(Path(tempfile.gettempdir()).glob(f"dapo-ray-{launched.process.pid}-*"))
