@@ -132,9 +132,10 @@ def main() -> None:
     parser.add_argument("--runs-dir", type=Path, default=ROOT / "runs" / "learning_check")
     parser.add_argument("--timeout-s", type=float, default=1800.0, help="longest duration of one run")
     parser.add_argument("--replot", action="store_true", help="only draw the figure from the results file")
-    arguments, overrides = parser.parse_known_args()
-    if strange := [word for word in overrides if "=" not in word or word.startswith("-")]:
-        parser.error(f"unknown arguments: {' '.join(strange)} (overrides look like trainer.total_steps=20)")
+    # Overrides may stand anywhere, also behind an option that takes several words.
+    words = sys.argv[1:]
+    overrides = [word for word in words if "=" in word and not word.startswith("-")]
+    arguments = parser.parse_args([word for word in words if word not in overrides])
 
     results_file = arguments.out / "learning_check.json"
     if arguments.replot:
