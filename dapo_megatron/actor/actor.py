@@ -16,7 +16,6 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.utils import get_model_config
 from torch import Tensor
 
 from checkpoint_convert.architecture import ModelArchitecture
@@ -233,8 +232,3 @@ def reporting_rank() -> int:
     pp = parallel_state.get_pipeline_model_parallel_world_size()
     # Megatron's default order is tp-cp-ep-dp-pp: the first rank of the last pipeline block.
     return dist.get_world_size() // pp * (pp - 1)
-
-
-def model_config(actor: Actor) -> Any:
-    """The TransformerConfig that the model was built with."""
-    return get_model_config(actor.chunks[0])
