@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import math
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import aiohttp
@@ -140,8 +142,12 @@ def _parse_versions(meta: dict[str, Any], n: int, engine: str) -> tuple[tuple[We
     return tuple(runs)
 
 
-def parse_input_logprobs(reply: Any, ids: list[int], start: int, engine: str) -> np.ndarray:
+def parse_input_logprobs(reply: Any, ids: list[int], start: int, engine: str, vocab_size: int) -> np.ndarray:
     """Log-probs of `ids[start:]` (float32) out of a reply whose `logprob_start_len` was `start - 1`.
+
+    Args:
+        vocab_size: of the model's config. SGLang names the last id of the vocabulary as 0 beside an input log-prob (its
+            guard against the padding ids of images); the log-prob itself is the last id's.
 
     Raises:
         EngineError: the reply does not hold exactly these ids, or a log-prob is missing.
@@ -150,11 +156,25 @@ def parse_input_logprobs(reply: Any, ids: list[int], start: int, engine: str) ->
         triples = reply["meta_info"]["input_token_logprobs"][1:]  # the first token has no log-prob
     except (KeyError, TypeError) as error:
         raise EngineError(f"{engine}: reply without {error}: {str(reply)[:300]}") from error
-    if [triple[1] for triple in triples] != list(ids[start:]):
+    if [triple[1] for triple in triples] != [token if token < vocab_size - 1 else 0 for token in ids[start:]]:
         raise EngineError(f"{engine}: input log-probs are for other tokens than the {len(ids) - start} that were asked")
     if any(triple[0] is None for triple in triples):
         raise EngineError(f"{engine}: an input log-prob is missing")
     return np.array([triple[0] for triple in triples], dtype=np.float32)
+
+
+def vocabulary_size(model_path: str) -> int:
+    """`vocab_size` of the model's config.json, padding rows included.
+
+    Raises:
+        EngineError: the file is missing or does not say.
+    """
+    file = Path(model_path) / "config.json"
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+        return int((config.get("text_config") or config)["vocab_size"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise EngineError(f"{file}: no whole-number vocab_size ({type(error).__name__}: {error})") from error
 
 
 class EngineClient:
@@ -162,10 +182,16 @@ class EngineClient:
 
     The deadline of a completion runs only while the engine is not paused. Make and use it inside one event loop, and
     `close()` it.
+
+    Args:
+        vocab_size: of the model's config; see `parse_input_logprobs`.
     """
 
-    def __init__(self, endpoint: EngineEndpoint, request_timeout_s: float, control_timeout_s: float) -> None:
+    def __init__(
+        self, endpoint: EngineEndpoint, vocab_size: int, request_timeout_s: float, control_timeout_s: float
+    ) -> None:
         self.endpoint = endpoint
+        self._vocab_size = vocab_size
         self.name = endpoint.name
         self._request_timeout_s = request_timeout_s
         self._control_timeout_s = control_timeout_s
@@ -220,7 +246,7 @@ class EngineClient:
             "logprob_start_len": start - 1,
         }
         reply = await self._control("POST", "/generate", body)
-        return parse_input_logprobs(reply, ids, start, self.name)
+        return parse_input_logprobs(reply, ids, start, self.name, self._vocab_size)
 
     async def pause(self, mode: Literal["abort", "retract", "in_place"] = "retract") -> None:
         """Stop decoding. With `retract` running requests give up their cache and later continue from their tokens.

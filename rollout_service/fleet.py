@@ -28,7 +28,14 @@ import ray
 import ray.exceptions
 
 from rollout_service.config import ServiceSettings
-from rollout_service.engine import Completion, EngineClient, EngineEndpoint, EngineError, EngineUnavailable
+from rollout_service.engine import (
+    Completion,
+    EngineClient,
+    EngineEndpoint,
+    EngineError,
+    EngineUnavailable,
+    vocabulary_size,
+)
 from rollout_service.sample import WeightVersion
 from rollout_service.server_process import Device, SglangServer
 
@@ -168,27 +175,14 @@ class Fleet:
             )
 
     async def probe(self, sequences: list[list[int]], starts: list[int]) -> dict[int, list[np.ndarray]]:
-        """Untempered log-probs of `sequences[i][starts[i]:]` from every ready engine.
-
-        A refused or inconsistent reply is asked for again, as for samples, up to `rollout.max_group_attempts` times:
-        SGLang can mix up the input tokens of a request that it prefills together with requests taken up again after a pause.
-        """
+        """Untempered log-probs of `sequences[i][starts[i]:]` from every ready engine."""
         ready = [engine for engine in self.engines if engine.state is EngineState.READY]
-        limit = self._settings.rollout.max_group_attempts
-
-        async def ask_once(client: EngineClient, ids: list[int], start: int) -> np.ndarray:
-            for attempt in range(1, limit):
-                try:
-                    return await client.input_logprobs(ids, start)
-                except EngineError as error:
-                    log.warning("probe, attempt %d of %d: %s", attempt, limit, error)
-            return await client.input_logprobs(ids, start)
 
         async def ask(engine: Engine) -> list[np.ndarray]:
             assert engine.client is not None
             client = engine.client
             pairs = zip(sequences, starts, strict=True)
-            return list(await asyncio.gather(*(ask_once(client, list(ids), start) for ids, start in pairs)))
+            return list(await asyncio.gather(*(client.input_logprobs(list(ids), start) for ids, start in pairs)))
 
         replies = await asyncio.gather(*(ask(engine) for engine in ready))
         return {engine.engine_id: reply for engine, reply in zip(ready, replies, strict=True)}
@@ -346,7 +340,8 @@ class Fleet:
             engine.actor = None
             raise EngineError(f"engine {engine.engine_id}: its Ray actor ended: {error}") from error
         section = self._settings.rollout.engine
-        engine.client = EngineClient(endpoint, section.request_timeout_s, section.control_timeout_s)
+        vocab_size = vocabulary_size(self._settings.model_path)
+        engine.client = EngineClient(endpoint, vocab_size, section.request_timeout_s, section.control_timeout_s)
         engine.state = EngineState.READY if version == self.version else EngineState.STALE
         self._dispatch()
 

@@ -19,7 +19,14 @@ import torch
 from safetensors.torch import load_file
 
 from dapo_megatron.resharder.process_group import create_publisher_group, destroy_publisher_group
-from rollout_service.engine import EngineClient, EngineEndpoint, EngineError, EngineTimeout, EngineUnavailable
+from rollout_service.engine import (
+    EngineClient,
+    EngineEndpoint,
+    EngineError,
+    EngineTimeout,
+    EngineUnavailable,
+    vocabulary_size,
+)
 from rollout_service.process_guard import descendants
 from rollout_service.sample import FinishReason
 from rollout_service.server_process import SglangServer
@@ -41,12 +48,13 @@ class Served:
         self.folders = folders
         self.models = {name: load_model(folder) for name, folder in folders.items()}
         self.weights = WeightsClient(endpoint, timeout_s=30.0)
+        self.vocab_size = vocabulary_size(str(folders[OLD]))
 
     def run(self, work: Callable[[EngineClient], Awaitable[T]], request_timeout_s: float = 60.0) -> T:
         """Run `work` with a client of its own, in an event loop of its own."""
 
         async def inside() -> T:
-            client = EngineClient(self.endpoint, request_timeout_s, control_timeout_s=30.0)
+            client = EngineClient(self.endpoint, self.vocab_size, request_timeout_s, control_timeout_s=30.0)
             try:
                 return await work(client)
             finally:
@@ -98,7 +106,7 @@ def test_output_logprobs_equal_transformers_after_temperature(served: Served, te
 
 def test_input_logprobs_equal_transformers_without_temperature(served: Served) -> None:
     served.load(OLD, 0)
-    ids = PROMPT + [5, 9, 33, 70, 12]
+    ids = PROMPT + [5, 9, served.vocab_size - 1, 33, 0, 70, 12]  # SGLang names the last id of the vocabulary otherwise
     got = served.run(lambda client: client.input_logprobs(ids, start=4))
     assert got.shape == (len(ids) - 4,)
     np.testing.assert_allclose(got, hf_logprobs(served.models[OLD], ids)[3:].numpy(), atol=1e-4)
@@ -179,7 +187,7 @@ def test_wrong_key_and_missing_server_are_errors(served: Served) -> None:
         WeightsClient(nobody, 5.0).server_info()
 
     async def ask() -> None:
-        client = EngineClient(nobody, 5.0, 5.0)
+        client = EngineClient(nobody, 79, 5.0, 5.0)
         try:
             await client.generate(PROMPT, {"max_new_tokens": 1}, "nobody")
         finally:

@@ -175,9 +175,17 @@ INPUT_REPLY = {"meta_info": {"input_token_logprobs": [[None, 21, None], [-6.9, 2
 
 
 def test_input_logprobs_belong_to_the_tokens_asked() -> None:
-    got = parse_input_logprobs(INPUT_REPLY, [22, 18, 21, 23, 66], 3, "engine 0")
+    got = parse_input_logprobs(INPUT_REPLY, [22, 18, 21, 23, 66], 3, "engine 0", vocab_size=80)
     np.testing.assert_allclose(got, [-6.9, -5.7], atol=1e-6)
     with pytest.raises(EngineError, match="other tokens"):
-        parse_input_logprobs(INPUT_REPLY, [22, 18, 21, 23, 67], 3, "engine 0")
+        parse_input_logprobs(INPUT_REPLY, [22, 18, 21, 23, 67], 3, "engine 0", vocab_size=80)
     with pytest.raises(EngineError, match="meta_info"):
-        parse_input_logprobs({}, [22, 18], 1, "engine 0")
+        parse_input_logprobs({}, [22, 18], 1, "engine 0", vocab_size=80)
+
+
+def test_the_last_id_of_the_vocabulary_is_named_0_beside_an_input_logprob() -> None:
+    reply = {"meta_info": {"input_token_logprobs": [[None, 21, None], [-6.9, 0, None], [-5.7, 66, None]]}}
+    ids = [22, 18, 21, 79, 66]
+    np.testing.assert_allclose(parse_input_logprobs(reply, ids, 3, "engine 0", vocab_size=80), [-6.9, -5.7], atol=1e-6)
+    with pytest.raises(EngineError, match="other tokens"):
+        parse_input_logprobs(reply, ids, 3, "engine 0", vocab_size=81)
