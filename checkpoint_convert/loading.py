@@ -17,7 +17,7 @@ from torch import Tensor
 
 from checkpoint_convert.errors import CheckpointError
 from checkpoint_convert.hf import DTYPES, HFReader
-from checkpoint_convert.mapping import ParamMapping, global_name, hf_shapes, layer_of
+from checkpoint_convert.mapping import ParamMapping, expert_of, global_name, hf_shapes, layer_of
 
 # Old checkpoints store the rotary frequencies, which config.json determines.
 _DERIVED = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
@@ -73,12 +73,25 @@ def check_checkpoint(reader: HFReader, mapping: Mapping[str, ParamMapping]) -> N
         )
 
 
-def load_shard(reader: HFReader, mapping: Mapping[str, ParamMapping], name: str, tp_rank: int, tp_size: int) -> Tensor:
-    """Return rank `tp_rank`'s part of Megatron parameter `name` (global layer number), a new CPU tensor in the file's dtype.
+def load_shard(
+    reader: HFReader,
+    mapping: Mapping[str, ParamMapping],
+    name: str,
+    tp_rank: int,
+    tp_size: int,
+    *,
+    etp_rank: int = 0,
+    etp_size: int = 1,
+) -> Tensor:
+    """Return this rank's part of Megatron parameter `name` (global numbers), a new CPU tensor in the file's dtype.
+
+    Args:
+        tp_rank, tp_size: rank in the tensor parallel group.
+        etp_rank, etp_size: rank in the expert tensor parallel group, which counts for routed experts instead.
 
     Raises:
         CheckpointError: `name` is not in the mapping, a HF tensor is missing, unreadable or of the wrong shape (the
-            message names it and its file), or `tp_size` does not divide the parameter.
+            message names it and its file), or the group's size does not divide the parameter.
     """
     entry = mapping.get(name)
     if entry is None:
@@ -90,7 +103,8 @@ def load_shard(reader: HFReader, mapping: Mapping[str, ParamMapping], name: str,
         if info.shape != shape:
             raise CheckpointError(f"{info.file}: tensor {hf_name} has shape {info.shape}, config.json says {shape}")
     tensors = [reader.tensor(hf_name) for hf_name in entry.hf]
-    shard = entry.split(tensors, tp_rank, tp_size)
+    rank, size = (tp_rank, tp_size) if entry.expert is None else (etp_rank, etp_size)
+    shard = entry.split(tensors, rank, size)
     # A plain slice is still a view of the mapped file.
     return shard.clone() if any(_shares_memory(shard, tensor) for tensor in tensors) else shard.contiguous()
 
@@ -103,30 +117,47 @@ def load_parameters(
     tp_rank: int,
     tp_size: int,
     layer_offset: int = 0,
+    *,
+    etp_rank: int = 0,
+    etp_size: int = 1,
+    expert_offset: int = 0,
 ) -> None:
     """Fill one pipeline stage's parameters in place, cast to their own dtype and device.
 
     Args:
-        parameters: `dict(model.named_parameters())`; `module.` prefixes are ignored, layers count from 0 within the stage.
+        parameters: `dict(model.named_parameters())` and the buffers that the mapping has (`ParamMapping.buffer`);
+            `module.` prefixes are ignored; layers count from 0 within the stage, experts within the rank.
+        tp_rank, tp_size, etp_rank, etp_size: as `load_shard`.
         layer_offset: global number of the stage's first layer.
+        expert_offset: global number of the rank's first routed expert. The rank owns as many consecutive experts as
+            `parameters` has.
 
     Raises:
         CheckpointError: as `load_shard`; or a layer of the model lacks a parameter that the checkpoint has (for example
             a model built without QK norms); or a parameter's shape differs from the mapping's.
     """
-    named = {global_name(name, layer_offset): parameter for name, parameter in parameters.items()}
+    named = {global_name(name, layer_offset, expert_offset): parameter for name, parameter in parameters.items()}
     layers = {layer_of(name) for name in named} - {None}
-    absent = [name for name in mapping if layer_of(name) in layers and name not in named]
+    last_expert = max([expert for name in named if (expert := expert_of(name)) is not None], default=expert_offset)
+    absent = [
+        name
+        for name, entry in mapping.items()
+        if layer_of(name) in layers
+        and name not in named
+        and (entry.expert is None or expert_offset <= entry.expert <= last_expert)
+    ]
     if absent:
         raise CheckpointError(
             f"the Megatron model has no parameter {_first_of(absent)}, but the checkpoint does; it was built with other options than the mapping"
         )
     for name, parameter in named.items():
-        shard = load_shard(reader, mapping, name, tp_rank, tp_size)
+        shard = load_shard(reader, mapping, name, tp_rank, tp_size, etp_rank=etp_rank, etp_size=etp_size)
         if shard.shape != parameter.shape:
+            expert = mapping[name].expert is not None
+            group, rank, size = ("expert tensor", etp_rank, etp_size) if expert else ("tensor", tp_rank, tp_size)
             raise CheckpointError(
-                f"Megatron parameter {name} has shape {tuple(parameter.shape)}, but its part of the checkpoint for tensor-parallel rank "
-                f"{tp_rank} of {tp_size} has {tuple(shard.shape)}"
+                f"Megatron parameter {name} has shape {tuple(parameter.shape)}, but its part of the checkpoint for {group}-parallel rank "
+                f"{rank} of {size} has {tuple(shard.shape)}"
             )
         parameter.copy_(shard)
 

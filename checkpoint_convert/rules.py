@@ -115,6 +115,18 @@ class GatedMLP:
 
 
 @dataclass(frozen=True)
+class FusedGatedMLP:
+    """`GatedMLP` of one HF tensor that holds the gate's rows, then the up projection's."""
+
+    def split(self, hf: Sequence[Tensor], tp_rank: int, tp_size: int) -> Tensor:
+        (tensor,) = hf
+        return GatedMLP().split(tensor.chunk(2, dim=0), tp_rank, tp_size)
+
+    def merge(self, shards: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        return (torch.cat(GatedMLP().merge(shards), dim=0),)
+
+
+@dataclass(frozen=True)
 class Vocab:
     """Vocabulary rows, padded with zero rows to `padded_vocab_size` and split along dimension 0. `merge` drops the padding."""
 

@@ -16,6 +16,22 @@ SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>", "<unk>")
 VOCAB_SIZE = len(SPECIAL_TOKENS) + len(CHARACTERS)
 
 
+_HEADS = {"head_dim": 16}  # 4 heads x 16 = 64 != hidden
+_SPARSE = {"num_experts_per_tok": 2, "moe_intermediate_size": 40}
+# Name of the transformers classes without their endings, and what the toy differs in from the settings of `make_model`.
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", _HEADS),
+    "mixtral": ("Mixtral", {**_HEADS, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen2": ("Qwen2", {}),  # has no head_dim of its own
+    "qwen3": ("Qwen3", _HEADS),
+    # Three layers, the middle one dense.
+    "qwen3_moe": (
+        "Qwen3Moe",
+        {**_HEADS, **_SPARSE, "num_hidden_layers": 3, "num_experts": 8, "mlp_only_layers": [1], "norm_topk_prob": True},
+    ),
+}
+
+
 def make_tokenizer(directory: Path | str) -> int:
     """Write a character-level tokenizer (pad 0, bos 1, eos 2, unk 3, then one id per character) into `directory`.
 
@@ -59,7 +75,7 @@ def make_model(
     weight_scale: float = 0.2,
     **overrides: Any,
 ) -> Path:
-    """Write a random float32 model of `family` (`qwen3`, `qwen2` or `llama`), with its tokenizer, into `directory`.
+    """Write a random float32 model of `family` (a key of `FAMILIES`), with its tokenizer, into `directory`.
 
     Args:
         tie: tie the output layer to the embedding.
@@ -73,23 +89,13 @@ def make_model(
         `directory` as a Path. The vocabulary equals the tokenizer's unless overridden.
     """
     import torch
-    from transformers import (
-        LlamaConfig,
-        LlamaForCausalLM,
-        Qwen2Config,
-        Qwen2ForCausalLM,
-        Qwen3Config,
-        Qwen3ForCausalLM,
-    )
+    import transformers
 
-    classes = {
-        "qwen3": (Qwen3Config, Qwen3ForCausalLM),
-        "qwen2": (Qwen2Config, Qwen2ForCausalLM),
-        "llama": (LlamaConfig, LlamaForCausalLM),
-    }
-    if family not in classes:
-        raise ValueError(f"family={family!r}: use one of {sorted(classes)}")
-    config_class, model_class = classes[family]
+    if family not in FAMILIES:
+        raise ValueError(f"family={family!r}: use one of {sorted(FAMILIES)}")
+    class_name, family_settings = FAMILIES[family]
+    config_class = getattr(transformers, f"{class_name}Config")
+    model_class = getattr(transformers, f"{class_name}ForCausalLM")
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     vocab_size = make_tokenizer(directory) if tokenizer else VOCAB_SIZE
@@ -107,9 +113,7 @@ def make_model(
         "eos_token_id": 2,
         "use_cache": True,
     }
-    if family != "qwen2":
-        settings["head_dim"] = 16  # 4 x 16 = 64 != hidden; Qwen2 has no head_dim of its own
-    settings.update(overrides)
+    settings |= {**family_settings, **overrides}
     config = config_class(**settings)
     config.dtype = torch.float32
     model = model_class(config).to(torch.float32)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from checkpoint_convert.families.llama import LLAMA
+from checkpoint_convert.families.mixtral import MIXTRAL
 from checkpoint_convert.families.qwen2 import QWEN2
 from checkpoint_convert.families.qwen3 import QWEN3
+from checkpoint_convert.families.qwen3_moe import QWEN3_MOE
 from checkpoint_convert.families.table import Family
 
-FAMILIES: dict[str, Family] = {family.model_type: family for family in (LLAMA, QWEN2, QWEN3)}
+FAMILIES: dict[str, Family] = {family.model_type: family for family in (LLAMA, MIXTRAL, QWEN2, QWEN3, QWEN3_MOE)}
