@@ -226,6 +226,10 @@ class RolloutSection(Section):
     max_group_attempts: int = Field(
         3, gt=0, description="Times a group is generated again after engine or reward faults before the run stops."
     )
+    router_replay: bool = Field(
+        False,
+        description="For models with routed experts: the engines also return which experts each token went to, and the trainer sends it to the same ones, with weights of its own.",
+    )
     sampling: SamplingSection = SamplingSection()
     engine: EngineSection = EngineSection()
     filter_groups: FilterGroupsSection = FilterGroupsSection()
@@ -295,6 +299,21 @@ class RaySection(Section):
     start_timeout_s: float = Field(120.0, gt=0, description="Longest wait for Ray or for the service to appear.")
 
 
+class RoutingShape(Section):
+    """What the service must know of a model's routed experts.
+
+    Attributes:
+        num_layers: layers of the model, dense ones included.
+        moe_layers: numbers of those with routed experts, ascending from 0.
+        num_experts, top_k: experts of such a layer, and how many a token goes to.
+    """
+
+    num_layers: int
+    moe_layers: tuple[int, ...]
+    num_experts: int
+    top_k: int
+
+
 class ServiceSettings(Section):
     """All that the service needs, handed to it in one piece by the launcher.
 
@@ -304,6 +323,7 @@ class ServiceSettings(Section):
         model_dtype: dtype of the trainer's weights, which `engine.dtype: auto` follows.
         seed: seed of shuffling and of sampling.
         sglang: verbatim server arguments.
+        routing: of the model's routed experts; needed by `rollout.router_replay`.
     """
 
     run_name: str
@@ -317,3 +337,10 @@ class ServiceSettings(Section):
     evaluation: EvaluationSection
     ray: RaySection
     sglang: dict[str, object] = Field(default_factory=dict)
+    routing: RoutingShape | None = None
+
+    @model_validator(mode="after")
+    def _replay_knows_the_routing(self) -> ServiceSettings:
+        if self.rollout.router_replay and self.routing is None:
+            raise ValueError("rollout.router_replay=true for a model without routed experts; switch it off")
+        return self

@@ -13,13 +13,15 @@ import contextlib
 import json
 import math
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import aiohttp
 import numpy as np
 
+from rollout_service.config import RoutingShape
+from rollout_service.routed_experts import RoutedExpertsError, parse_routed_experts
 from rollout_service.sample import FinishReason, WeightVersion
 
 
@@ -71,12 +73,14 @@ class Completion:
         logprobs: float32 `[n]`, after temperature, before top-p/top-k.
         versions: run-length weight versions; the counts sum to n.
         finish_reason: why it ended.
+        routed_experts: `[p + n - 1, moe_layers, top_k]` (`routed_experts.py`) if they were asked for and it was not aborted.
     """
 
     ids: np.ndarray
     logprobs: np.ndarray
     versions: tuple[tuple[WeightVersion, int], ...]
     finish_reason: FinishReason
+    routed_experts: np.ndarray | None = None
 
 
 def parse_completion(reply: Any, engine: str) -> Completion:
@@ -185,12 +189,19 @@ class EngineClient:
 
     Args:
         vocab_size: of the model's config; see `parse_input_logprobs`.
+        routing: of the model's routed experts, if they will be asked for.
     """
 
     def __init__(
-        self, endpoint: EngineEndpoint, vocab_size: int, request_timeout_s: float, control_timeout_s: float
+        self,
+        endpoint: EngineEndpoint,
+        vocab_size: int,
+        request_timeout_s: float,
+        control_timeout_s: float,
+        routing: RoutingShape | None = None,
     ) -> None:
         self.endpoint = endpoint
+        self._routing = routing
         self._vocab_size = vocab_size
         self.name = endpoint.name
         self._request_timeout_s = request_timeout_s
@@ -207,19 +218,24 @@ class EngineClient:
             await self._session.close()
             self._session = None
 
-    async def generate(self, prompt_ids: list[int], sampling: dict[str, Any], rid: str) -> Completion:
+    async def generate(
+        self, prompt_ids: list[int], sampling: dict[str, Any], rid: str, routed_experts: bool = False
+    ) -> Completion:
         """Complete `prompt_ids`. Cancelling the call aborts the request on the server.
 
         Args:
             sampling: SGLang's `sampling_params`.
             rid: request id, unique among running requests.
+            routed_experts: also ask which experts the tokens went to.
 
         Raises:
             EngineUnavailable: the connection failed or was closed.
             EngineTimeout: no answer within the request timeout, pauses not counted.
-            EngineError: refused, or the reply contradicts itself (`parse_completion`).
+            EngineError: refused, the reply contradicts itself (`parse_completion`), or it does not tell every token's experts.
         """
         body = {"input_ids": prompt_ids, "sampling_params": sampling, "return_logprob": True, "rid": rid}
+        if routed_experts:
+            body["return_routed_experts"] = True
         try:
             async with self._pausable_deadline():
                 reply = await self._call("POST", "/generate", body)
@@ -229,7 +245,17 @@ class EngineClient:
         except asyncio.CancelledError:
             self._abort_soon(rid)
             raise
-        return parse_completion(reply, self.name)
+        completion = parse_completion(reply, self.name)
+        if not routed_experts or completion.finish_reason is FinishReason.ABORT:
+            return completion
+        assert self._routing is not None, "expert choices are asked for, but not their shape"
+        tokens = len(prompt_ids) + len(completion.ids)
+        try:
+            # Hundreds of bytes a token: other requests go on meanwhile.
+            chosen = await asyncio.to_thread(parse_routed_experts, reply["meta_info"], tokens, self._routing)
+        except RoutedExpertsError as error:
+            raise EngineError(f"{self.name}: {error}") from error
+        return replace(completion, routed_experts=chosen)
 
     async def input_logprobs(self, ids: list[int], start: int) -> np.ndarray:
         """Untempered log-probs of `ids[start:]` given what precedes each, float32 `[len(ids) - start]`.

@@ -138,9 +138,14 @@ class Fleet:
         return ", ".join(f"engine {e.engine_id} {e.state} ({e.running} running)" for e in self.engines)
 
     async def generate(
-        self, prompt_ids: list[int], sampling: dict[str, Any], rid: str, priority: tuple[int, ...]
+        self,
+        prompt_ids: list[int],
+        sampling: dict[str, Any],
+        rid: str,
+        priority: tuple[int, ...],
+        routed_experts: bool = False,
     ) -> Completion:
-        """Complete one prompt on some engine; smaller priorities go first.
+        """Complete one prompt on some engine; smaller priorities go first. See `EngineClient.generate`.
 
         Raises:
             EngineError: the engine refused the request, contradicted itself, took too long, or used weights of a
@@ -151,7 +156,8 @@ class Fleet:
             client = engine.client
             assert client is not None
             try:
-                completion = await client.generate(prompt_ids, sampling, f"{rid}-{attempt}" if attempt else rid)
+                name = f"{rid}-{attempt}" if attempt else rid
+                completion = await client.generate(prompt_ids, sampling, name, routed_experts)
             except EngineUnavailable as error:
                 log.warning("%s goes back to the queue: %s", rid, error)
                 self.counters["requeued"] += 1
@@ -341,7 +347,9 @@ class Fleet:
             raise EngineError(f"engine {engine.engine_id}: its Ray actor ended: {error}") from error
         section = self._settings.rollout.engine
         vocab_size = vocabulary_size(self._settings.model_path)
-        engine.client = EngineClient(endpoint, vocab_size, section.request_timeout_s, section.control_timeout_s)
+        engine.client = EngineClient(
+            endpoint, vocab_size, section.request_timeout_s, section.control_timeout_s, self._settings.routing
+        )
         engine.state = EngineState.READY if version == self.version else EngineState.STALE
         self._dispatch()
 

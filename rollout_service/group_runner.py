@@ -117,6 +117,7 @@ class GroupRunner:
             priority=(1, order),
             what=f"prompt {prompt.prompt_id!r} (epoch {prompt.epoch}, admitted as number {order})",
             text=prompt.text,
+            routed_experts=self._rollout.router_replay,
         )
         return Group(
             order=order,
@@ -140,6 +141,7 @@ class GroupRunner:
         priority: tuple[int, ...],
         what: str,
         text: str = "",
+        routed_experts: bool = False,
     ) -> tuple[list[Sample], int]:
         """Generate and score `n` samples of one prompt.
 
@@ -148,6 +150,7 @@ class GroupRunner:
             priority: smaller goes first.
             what: the prompt, in words for an error message.
             text: the prompt's text, for the reward rules.
+            routed_experts: keep which experts the tokens went to.
 
         Returns:
             The samples, and the number of attempts that the slowest of them took.
@@ -175,6 +178,7 @@ class GroupRunner:
                     params | {"sampling_seed": sampling_seed(self._seed, name, attempt, index)},
                     Item(answer, "", False, text),
                     (*priority, index),
+                    routed_experts,
                 )
                 for index in missing
             ]
@@ -195,12 +199,18 @@ class GroupRunner:
         return [sample for sample in samples if sample is not None], attempt
 
     async def _one(
-        self, rid: str, ids: list[int], params: dict[str, Any], item: Item, priority: tuple[int, ...]
+        self,
+        rid: str,
+        ids: list[int],
+        params: dict[str, Any],
+        item: Item,
+        priority: tuple[int, ...],
+        routed_experts: bool,
     ) -> Sample | EngineError | SampleFault:
         """One sample, or what went wrong with it. It is scored here unless a rule judges whole groups."""
         began = time.monotonic()
         try:
-            completion = await self._fleet.generate(ids, params, rid, priority)
+            completion = await self._fleet.generate(ids, params, rid, priority, routed_experts)
         except EngineError as error:
             self._fault("engine")
             return error
@@ -214,6 +224,7 @@ class GroupRunner:
             versions=completion.versions,
             finish_reason=completion.finish_reason,
             text=self._decode(completion.ids.tolist()),
+            routed_experts=completion.routed_experts,
         )
         sample.validate()
         sample.timings = {"generate": generated - began}

@@ -43,6 +43,9 @@ class Sample:
         error: error class when the reward could not be computed (`reward_timeout`, ...), else None.
         timings: seconds by phase (`generate`, `reward`).
         text: decoded response, for logs and the reward rule only.
+        routed_experts: uint8 or int16 `[p + n - 1, moe_layers, top_k]`, the experts that each token of prompt and response
+            went to in the engine; the last response token, which the engine never computed, has none. None without
+            `rollout.router_replay`.
     """
 
     response_ids: np.ndarray
@@ -55,6 +58,7 @@ class Sample:
     error: str | None = None
     timings: dict[str, float] = field(default_factory=dict)
     text: str = ""
+    routed_experts: np.ndarray | None = None
 
     @property
     def truncated(self) -> bool:
@@ -178,9 +182,13 @@ def pack_group(group: Group) -> dict[str, np.ndarray]:
     Returns:
         `prompt_ids` int32 `[p]`; `response_ids` int32 `[sum n]`; `behaviour_logprobs` float32 `[sum n]`;
         `token_versions` int32 `[sum n]`; `offsets` int64 `[G + 1]`, sample i owns `[offsets[i], offsets[i + 1])`.
+        With router replay also `routed_experts` uint8 or int16 `[sum (p + n - 1), moe_layers, top_k]`, see `routed_experts_of`.
+
+    Raises:
+        ValueError: expert choices do not cover every token of every sample but the last.
     """
     lengths = [len(s.response_ids) for s in group.samples]
-    return {
+    packed: dict[str, np.ndarray] = {
         "prompt_ids": np.ascontiguousarray(group.prompt_ids, dtype=np.int32),
         "response_ids": np.concatenate([s.response_ids for s in group.samples]).astype(np.int32),
         "behaviour_logprobs": np.concatenate([s.behaviour_logprobs for s in group.samples]).astype(np.float32),
@@ -189,3 +197,24 @@ def pack_group(group: Group) -> dict[str, np.ndarray]:
         ).astype(np.int32),
         "offsets": np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
     }
+    choices = [s.routed_experts for s in group.samples if s.routed_experts is not None]
+    if choices:
+        rows = [len(choice) for choice in choices]
+        needed = [len(group.prompt_ids) + n - 1 for n in lengths]
+        if rows != needed:
+            raise ValueError(
+                f"group {group.order}: expert choices cover {rows} tokens of its samples instead of {needed}"
+            )
+        packed["routed_experts"] = np.concatenate(choices)
+    return packed
+
+
+def routed_experts_of(packed: dict[str, np.ndarray], sample: int) -> np.ndarray:
+    """Expert choices `[p + n - 1, moe_layers, top_k]` of one sample of a `pack_group` dictionary.
+
+    Raises:
+        KeyError: the group was generated without router replay.
+    """
+    start, end = packed["offsets"][sample : sample + 2]
+    shorter = len(packed["prompt_ids"]) - 1
+    return packed["routed_experts"][start + sample * shorter : end + (sample + 1) * shorter]

@@ -44,6 +44,7 @@ OWNED_ARGUMENTS = {
     "weight_version": "nothing: the service counts versions",
     "skip_tokenizer_init": "nothing: prompts are sent as token ids anyway",
     "dp_size": "rollout.engine.count",
+    "enable_return_routed_experts": "rollout.router_replay",
     "config": "sglang.<argument>",
 }
 
@@ -77,6 +78,8 @@ def server_arguments(
         "skip_server_warmup": True,
         "enable_metrics": True,
     }
+    if settings.rollout.router_replay:
+        arguments["enable_return_routed_experts"] = True
     if device == "cpu":
         longest = settings.data.max_prompt_length + settings.rollout.max_response_length
         arguments |= {

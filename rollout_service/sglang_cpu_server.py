@@ -7,7 +7,8 @@ because SGLang's children are spawned and import this main script again:
 - a stand-in for torchvision where it is not installed: no release of it loads beside a CPU build of torch from another
   index, and SGLang imports two names of it for image models that a CPU never serves;
 - a stand-in for the compiled package `sgl_kernel`, with the one function that the torch-native path really calls.
-  Any other kernel raises by name when it is called.
+  Any other kernel raises by name when it is called;
+- a stand-in for CUDA's runtime, with which `--enable-return-routed-experts` pins the host memory that holds the experts.
 """
 
 from __future__ import annotations
@@ -96,8 +97,24 @@ def _install_sgl_kernel_stand_in() -> None:
     sys.modules["sgl_kernel"] = module
 
 
+class _CudaRuntimeStandIn:
+    """Pins nothing: without a device, pageable memory serves as well. Zero is CUDA's code for success."""
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:
+        return 0
+
+
+def _install_cuda_runtime_stand_in() -> None:
+    if not torch.cuda.is_available():
+        torch.cuda.cudart = _CudaRuntimeStandIn
+
+
 _install_torchvision_stand_in()
 _install_sgl_kernel_stand_in()
+_install_cuda_runtime_stand_in()
 
 if __name__ == "__main__":
     from sglang.launch_server import run_server

@@ -27,7 +27,9 @@ class PlainEngine:
         self.failures = 0
         self.most = self.now = 0
 
-    async def generate(self, prompt_ids: list[int], sampling: dict[str, Any], rid: str) -> Completion:
+    async def generate(
+        self, prompt_ids: list[int], sampling: dict[str, Any], rid: str, routed_experts: bool = False
+    ) -> Completion:
         self.log.append(rid)
         self.now += 1
         self.most = max(self.most, self.now)

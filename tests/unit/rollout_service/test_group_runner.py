@@ -26,7 +26,14 @@ class PlainFleet:
         self.faults = faults
         self.requests: list[tuple[str, dict[str, Any]]] = []
 
-    async def generate(self, ids: list[int], sampling: dict[str, Any], rid: str, priority: tuple[int, ...]) -> Any:
+    async def generate(
+        self,
+        ids: list[int],
+        sampling: dict[str, Any],
+        rid: str,
+        priority: tuple[int, ...],
+        routed_experts: bool = False,
+    ) -> Any:
         self.requests.append((rid, sampling))
         index = rid.rsplit("-", 1)[1]
         fault = self.faults[index].pop(0) if self.faults.get(index) else FinishReason.STOP
