@@ -7,10 +7,12 @@ from typing import Any
 
 import numpy as np
 
+from checkpoint_convert.architecture import ModelArchitecture
 from dapo_megatron.actor.actor import UpdateResult
 from dapo_megatron.algorithm.objective import EXTRA_PREFIX
 from dapo_megatron.config.algorithm_section import AlgorithmSection
 from dapo_megatron.config.sections import RunConfig
+from dapo_megatron.observability.flops import UPDATE_PASSES, TokenCounts, forward_flops
 from dapo_megatron.resharder.probe import ProbeResult
 from dapo_megatron.resharder.transport import SyncReport
 from dapo_megatron.step_batch import StepBatch
@@ -51,6 +53,29 @@ def step_metrics(
             "rollout_corr/logprob_abs_diff_mean": probe.mean_abs_diff,
         }
     return metrics | ticket.stats
+
+
+def flop_metrics(
+    ticket: Ticket, seconds: dict[str, float], config: RunConfig, arch: ModelArchitecture, peak_flops: float | None
+) -> dict[str, float]:
+    """Achieved model FLOP/s of the updates and of the log-prob pass, and their share of the devices' peak.
+
+    Args:
+        seconds: wall time by phase, with `update_actor` and `old_log_prob`.
+        peak_flops: FLOP/s of one device; None where no number is known, then there is no MFU.
+    """
+    counts = TokenCounts.of(
+        [g.prompt_length for g in ticket.groups for _ in g.response_lengths],
+        [n for g in ticket.groups for n in g.response_lengths],
+    )
+    forward = forward_flops(arch, counts).total / config.parallel.world_size
+    per_device = {"actor": UPDATE_PASSES * forward / seconds["update_actor"]}
+    if config.algorithm.off_policy.mode != "bypass":
+        per_device["actor_infer"] = forward / seconds["old_log_prob"]
+    metrics = {f"perf/tflops_per_gpu/{phase}": flops / 1e12 for phase, flops in per_device.items()}
+    if peak_flops is not None:
+        metrics |= {f"perf/mfu/{phase}": flops / peak_flops for phase, flops in per_device.items()}
+    return metrics
 
 
 def _update_metrics(updates: list[UpdateResult], algorithm: AlgorithmSection) -> dict[str, float]:

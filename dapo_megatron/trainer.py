@@ -15,11 +15,12 @@ from torch import Tensor
 from dapo_megatron.actor.actor import Actor, LossBatch, UpdateResult
 from dapo_megatron.config.sections import RunConfig
 from dapo_megatron.observability.run_log import RunLog
+from dapo_megatron.platform import current_platform
 from dapo_megatron.resharder.probe import ProbeResult, probe_engines
 from dapo_megatron.resharder.resharder import Resharder
 from dapo_megatron.service_client import ServiceClient
 from dapo_megatron.step_batch import StepBatch, assemble
-from dapo_megatron.step_metrics import step_metrics, summarise
+from dapo_megatron.step_metrics import flop_metrics, step_metrics, summarise
 from rollout_service.sample import Ticket
 
 
@@ -51,6 +52,7 @@ class Trainer:
         self._skipped_in_a_row = 0
         self._phases: dict[str, float] = {}
         self._history: list[dict[str, float]] = []
+        self._peak_flops = current_platform().peak_flops(next(actor.chunks[0].parameters()).dtype)
         parallel = config.parallel
         self._align = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
 
@@ -121,6 +123,7 @@ class Trainer:
                 self._phases[phase] = self._phases.get(phase, 0.0) + value
         if self.log.active:
             metrics = step_metrics(ticket, batch, updates, sync, probe, seconds, self.config, trainer_version=step - 1)
+            metrics |= flop_metrics(ticket, seconds, self.config, self.actor.arch, self._peak_flops)
             self._history.append(metrics)
             self.log.step(step, metrics)
             self.log.samples(step, ticket, self.service.fetch)

@@ -132,6 +132,16 @@ METRICS: tuple[Metric, ...] = (
     Metric("perf/total_num_tokens", "tokens", "tokens of the batch, prompts included"),
     Metric("perf/response_tokens", "tokens", "response tokens of the batch"),
     Metric("perf/time_per_step", "s", "wall time of the step"),
+    Metric(
+        "perf/mfu/actor",
+        "share",
+        "model FLOPs of the updates (3 x forward, causal attention, nothing recomputed) over what the devices could do in `timing_s/update_actor`; absent where the device's peak is not known, as on a CPU",
+    ),
+    Metric(
+        "perf/mfu/actor_infer", "share", "the same of the old log-prob pass (1 x forward) in `timing_s/old_log_prob`"
+    ),
+    Metric("perf/tflops_per_gpu/actor", "TFLOP/s", "model FLOPs of the updates per second and trainer process"),
+    Metric("perf/tflops_per_gpu/actor_infer", "TFLOP/s", "the same of the old log-prob pass"),
     Metric("perf/update_weights_bytes", "bytes", "bytes sent to the engines in the step"),
     Metric("fully_async/trainer/idle_ratio", "share", "share of the step in which the trainer waited for a batch"),
     Metric(
