@@ -102,16 +102,12 @@ def assemble(
         config.trainer.mini_batch_prompts,
         config.rollout.n_samples_per_prompt,
         dp_size,
-        config.trainer.max_tokens_per_gpu,
+        config.max_micro_batch_tokens,
     )
     groups = _fetch_share(ticket, plan, fetch, dp_rank, config.rollout.n_samples_per_prompt)
     weights = _weights(plan, torch.where(trained, lengths, 0), config)
-    align = config.parallel.tensor_model_parallel_size if config.parallel.sequence_parallel else 1
     mini_batches = [
-        [
-            _prepare(micro.samples, groups, advantages, weights, trained, config.rollout.n_samples_per_prompt, align)
-            for micro in mini.micro_batches[dp_rank]
-        ]
+        [_prepare(micro.samples, groups, advantages, weights, trained, config) for micro in mini.micro_batches[dp_rank]]
         for mini in plan
     ]
     return StepBatch(
@@ -163,16 +159,20 @@ def _prepare(
     advantages: Tensor,
     weights: Tensor,
     trained: Tensor,
-    group_size: int,
-    align: int,
+    config: RunConfig,
 ) -> PreparedMicroBatch:
+    group_size = config.rollout.n_samples_per_prompt
     sequences, behaviour = [], [np.zeros(0, dtype=np.float32)]
     for sample in samples:
         group = groups[sample // group_size]
         start, end = group["offsets"][sample % group_size : sample % group_size + 2]
         sequences.append((group["prompt_ids"], group["response_ids"][start:end]))
         behaviour.append(group["behaviour_logprobs"][start:end])
-    packed = pack(sequences, pad_to_multiple=align)
+    packed = pack(
+        sequences,
+        pad_to_multiple=config.parallel.token_alignment,
+        sequence_multiple=config.parallel.sequence_alignment,
+    )
     of_row = torch.tensor(list(samples), dtype=torch.int64)[packed.sample_index]
     return PreparedMicroBatch(
         samples=list(samples),

@@ -53,8 +53,6 @@ class Trainer:
         self._phases: dict[str, float] = {}
         self._history: list[dict[str, float]] = []
         self._peak_flops = current_platform().peak_flops(next(actor.chunks[0].parameters()).dtype)
-        parallel = config.parallel
-        self._align = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
 
     def run(self) -> None:
         """Train from the starting weights to the last step, evaluate before and after, export."""
@@ -113,6 +111,7 @@ class Trainer:
         ]
         with _timed(seconds, "update_actor"):
             updates = [self._update(step, ticket, mini_batch) for mini_batch in mini_batches]
+            self.actor.gather_parameters()
         with _timed(seconds, "update_weights"):
             sync = self.resharder.publish(version=step, step=step)
         with _timed(seconds, "probe"):
@@ -175,9 +174,7 @@ class Trainer:
         for i, (_, sample) in enumerate(picks):
             start, end = groups[i]["offsets"][sample : sample + 2]
             sequences.append((groups[i]["prompt_ids"], groups[i]["response_ids"][start:end]))
-        result = probe_engines(
-            self.actor, self.service, sequences, align=self._align, timeout_s=self.config.weight_sync.timeout_s
-        )
+        result = probe_engines(self.actor, self.service, sequences, timeout_s=self.config.weight_sync.timeout_s)
         tolerance = self.config.weight_sync.probe_tolerance
         if tolerance is not None and result.max_abs_diff > tolerance:
             raise TrainingStopped(

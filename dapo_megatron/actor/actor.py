@@ -1,4 +1,4 @@
-"""The Megatron actor: log-probs and policy updates of packed micro-batches, in any TP x PP x DP layout.
+"""The Megatron actor: log-probs and policy updates of packed micro-batches, in any layout.
 
 Every rank calls the same methods in the same order with its own data-parallel share. Losses carry global token
 weights, so gradients are sums over micro-batches and replicas and never averaged.
@@ -16,19 +16,22 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_parallel_region
 from torch import Tensor
 
 from checkpoint_convert.architecture import ModelArchitecture
 from checkpoint_convert.hf import HFReader
 from checkpoint_convert.mapping import build_mapping
-from dapo_megatron.actor.logprobs import vocab_parallel_logprobs
+from dapo_megatron.actor.auxiliary_losses import mean_auxiliary_losses
 from dapo_megatron.actor.model import build_model
 from dapo_megatron.actor.optimizer import ActorOptimizer, StepResult
+from dapo_megatron.actor.policy_model import Scoring
 from dapo_megatron.actor.process_groups import Layout
 from dapo_megatron.actor.reference import ReferenceWeights
 from dapo_megatron.actor.weights import load_hf_weights, mark_tensor_parallel
 from dapo_megatron.algorithm import Objective, TokenBatch
-from dapo_megatron.batching.pack import PackedBatch
+from dapo_megatron.batching.context_parallel import context_shard
+from dapo_megatron.batching.pack import PackedBatch, pack
 from dapo_megatron.config.sections import RunConfig
 from dapo_megatron.platform import Platform
 
@@ -69,6 +72,7 @@ class Actor:
     Attributes:
         chunks: Megatron model chunks of this rank.
         mapping: Megatron parameter name to Hugging Face tensors.
+        expert_offset: global number of this rank's first routed expert.
     """
 
     def __init__(self, config: RunConfig, arch: ModelArchitecture, layout: Layout, platform: Platform) -> None:
@@ -77,17 +81,18 @@ class Actor:
         self.layout = layout
         self.mapping = build_mapping(arch, platform.layer_spec)
         self.chunks = build_model(arch, config, layout, platform)
-        mark_tensor_parallel(self.chunks, self.mapping)
+        self.expert_offset = layout.expert_offset(arch.moe.num_experts if arch.moe else 0)
+        mark_tensor_parallel(self.chunks, self.mapping, self.expert_offset)
         self.optimizer = ActorOptimizer(config, self.chunks)
         self._objective = Objective(config.algorithm)
         self._reference: ReferenceWeights | None = None
         self._temperature = config.rollout.sampling.temperature
-        self._tp_group = parallel_state.get_tensor_model_parallel_group()
 
     def load_hf(self, path: str) -> None:
         """Load weights from a Hugging Face folder; with a KL term they are also the reference policy."""
         with HFReader(path) as reader:
-            load_hf_weights(self.chunks, reader, self.mapping, self.layout)
+            experts = self.arch.moe.num_experts if self.arch.moe else 0
+            load_hf_weights(self.chunks, reader, self.mapping, self.layout, experts)
         self.optimizer.reload_main_params()
         if self.config.algorithm.kl.coef > 0:
             self.keep_reference()
@@ -118,54 +123,75 @@ class Actor:
         """
         temperature = self._temperature if temperature is None else temperature
 
-        def collect(packed: PackedBatch, logits: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-            pair = self._token_logprobs(packed, logits, temperature)
-            return logits.new_zeros(()), torch.zeros((), dtype=torch.int), {"logprobs": pair[0], "entropy": pair[1]}
+        def collect(pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+            logprobs, entropy = pair
+            return logprobs.new_zeros(()), _NO_TOKENS, {"logprobs": logprobs, "entropy": entropy}
 
-        def forward_step(iterator: Iterator[PackedBatch], model: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
-            packed = next(iterator)
-            return self._forward(packed, model), partial(collect, packed)
+        def forward_step(iterator: Iterator[PackedBatch], model: torch.nn.Module) -> tuple[Any, Callable[..., Any]]:
+            return self._forward(next(iterator), model, temperature), collect
 
+        # An interleaved pipeline takes micro-batches in whole rounds.
+        multiple = self.config.parallel.micro_batch_multiple
+        parallel = self.config.parallel
+        empty = pack([], pad_to_multiple=parallel.token_alignment, sequence_multiple=parallel.sequence_alignment)
+        filler = [empty] * (-len(batches) % multiple)
         with torch.no_grad():
-            outputs = self._run_schedule(forward_step, batches, [b.tokens.shape[1] for b in batches], forward_only=True)
-        return [(out["logprobs"], out["entropy"]) for out in outputs]
+            outputs = self._run_schedule(forward_step, [*batches, *filler], lambda batch: batch, forward_only=True)
+        return [(out["logprobs"], out["entropy"]) for out in outputs[: len(batches)]]
 
     def update(self, batches: Sequence[LossBatch]) -> UpdateResult:
         """One optimizer update on this rank's micro-batches of a mini-batch."""
         self.accumulate_gradients(batches)
         return UpdateResult(step=self.optimizer.step(), metrics=self._reduced)
 
+    def gather_parameters(self) -> None:
+        """Bring every replica's weights up to date after the last update of a step; collective.
+
+        Nothing is left to do unless megatron.overlap_param_gather defers it to the next forward pass.
+        """
+        for chunk in self.chunks:
+            if chunk.ddp_config.overlap_param_gather:
+                chunk.start_param_sync(force_sync=True)
+
     def accumulate_gradients(self, batches: Sequence[LossBatch]) -> dict[str, float]:
         """Forward and backward of a mini-batch; gradients end up reduced over replicas, nothing is applied."""
         self.optimizer.zero_grad()
 
-        def forward_step(iterator: Iterator[LossBatch], model: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
+        def forward_step(iterator: Iterator[LossBatch], model: torch.nn.Module) -> tuple[Any, Callable[..., Any]]:
             batch = next(iterator)
-            return self._forward(batch.packed, model), partial(self._loss, batch)
+            return self._forward(batch.packed, model, self._temperature), partial(self._loss, batch)
 
-        outputs = self._run_schedule(
-            forward_step, batches, [b.packed.tokens.shape[1] for b in batches], forward_only=False
-        )
+        tokens = sum(batch.packed.tokens.shape[1] for batch in batches)
+        with mean_auxiliary_losses(self.chunks[0].config, tokens, self.layout.device):
+            outputs = self._run_schedule(forward_step, batches, lambda batch: batch.packed, forward_only=False)
         self._reduced = _reduce_metrics(outputs if self.layout.reports_loss else [], self.layout.device)
         return self._reduced
 
     def _run_schedule(
-        self, forward_step: Callable[..., Any], batches: Sequence[Any], lengths: list[int], forward_only: bool
+        self,
+        forward_step: Callable[..., Any],
+        batches: Sequence[Any],
+        packed: Callable[[Any], PackedBatch],
+        forward_only: bool,
     ) -> list[dict[str, Tensor]]:
         if not batches:
             raise ValueError("no micro-batch: every rank needs at least one, an empty one included")
+        chunks = len(self.chunks)
         return get_forward_backward_func()(
             forward_step_func=forward_step,
-            data_iterator=iter(batches),
-            model=self.chunks,
+            data_iterator=iter(batches) if chunks == 1 else [iter(batches) for _ in self.chunks],
+            model=self.chunks if chunks > 1 else self.chunks[0],
             num_microbatches=len(batches),
-            seq_length=max(lengths),
+            seq_length=max(packed(batch).tokens.shape[1] for batch in batches),
             micro_batch_size=1,
             forward_only=forward_only,
         )
 
-    def _forward(self, packed: PackedBatch, model: torch.nn.Module) -> Tensor:
-        device = self.layout.device
+    def _forward(self, packed: PackedBatch, model: torch.nn.Module, temperature: float) -> Any:
+        """Hidden states, or on the last stage `(log-probs, entropies)`, float32 `[R]` each."""
+        device, cp = self.layout.device, self.layout.cp_size
+        shard = context_shard(packed, cp, self.layout.cp_rank) if cp > 1 else None
+        part = packed if shard is None else shard
         bounds = packed.cu_seqlens.to(device)
         params = PackedSeqParams(
             qkv_format="thd",
@@ -174,26 +200,24 @@ class Actor:
             max_seqlen_q=packed.max_seqlen,
             max_seqlen_kv=packed.max_seqlen,
         )
-        return model(packed.tokens.to(device), packed.position_ids.to(device), None, packed_seq_params=params)
-
-    def _token_logprobs(self, packed: PackedBatch, logits: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-        """`logits` is `[1, T, V / tp]`; returns log-probs and entropies, float32 `[R]` each."""
-        device = self.layout.device
-        return vocab_parallel_logprobs(
-            logits.squeeze(0),
-            packed.rows.to(device),
-            packed.targets.to(device),
+        scoring = Scoring(
+            rows=part.rows.to(device),
+            targets=(packed.targets if shard is None else packed.targets[shard.order]).to(device),
             temperature=temperature,
             vocab_size=self.arch.vocab_size,
-            tp_rank=self.layout.tp_rank,
-            tp_group=self._tp_group,
             chunk=self.config.trainer.logprob_chunk_tokens,
         )
+        output = model(
+            part.tokens.to(device), part.position_ids.to(device), None, packed_seq_params=params, scoring=scoring
+        )
+        if shard is None or isinstance(output, Tensor):
+            return output
+        return tuple(_from_context_ranks(values, shard.order.to(device), packed.targets.numel()) for values in output)
 
-    def _loss(self, batch: LossBatch, logits: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    def _loss(self, batch: LossBatch, scored: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """This micro-batch's share of the mini-batch loss, float32 scalar, with metric sums."""
         device = self.layout.device
-        logprobs, entropy = self._token_logprobs(batch.packed, logits, self._temperature)
+        logprobs, entropy = scored
         total, metrics = self._objective(
             TokenBatch(
                 logprobs=logprobs,
@@ -207,7 +231,21 @@ class Actor:
                 sequence_ids=batch.packed.sample_index.to(device),
             )
         )
-        return total.float(), torch.zeros((), dtype=torch.int, device=device), metrics
+        return total.float(), _NO_TOKENS, metrics
+
+
+def _from_context_ranks(values: Tensor, order: Tensor, total: int) -> Tensor:
+    """All `[total]` values on every context-parallel rank; each rank's gradient flows to its own values only.
+
+    The loss looks at whole sequences, so every rank computes all of it. Backward is the identity, because the ranks'
+    parameter gradients, each from its own tokens, are added up later.
+    """
+    full = values.new_zeros(total).index_copy(0, order, values)
+    return reduce_from_tensor_model_parallel_region(full, group=parallel_state.get_context_parallel_group())
+
+
+# What Megatron's schedules take as a token count; nothing divides by it (`transformer_config._finalize_summed_grads`).
+_NO_TOKENS = torch.zeros((), dtype=torch.int)
 
 
 def _reduce_metrics(outputs: list[dict[str, Tensor]], device: torch.device) -> dict[str, float]:

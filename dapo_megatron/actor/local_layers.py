@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 class RMSNorm(torch.nn.Module):
-    """Root-mean-square norm with float32 statistics (HF `Qwen2RMSNorm`/`LlamaRMSNorm`).
+    """Root-mean-square norm with float32 statistics (HF `LlamaRMSNorm`; `GemmaRMSNorm` with zero-centred weights).
 
     Its weight is marked `sequence_parallel`, so that Megatron sums its gradient over tensor-parallel ranks, each of
     which sees only its share of the tokens.
@@ -25,19 +25,22 @@ class RMSNorm(torch.nn.Module):
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
         super().__init__()
         self.eps = eps
+        self.zero_centered = config.layernorm_zero_centered_gamma
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
         x32 = x.float()
         normed = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + self.eps)
+        if self.zero_centered:
+            return (normed * (1.0 + self.weight.float())).to(x.dtype)
         return self.weight * normed.to(x.dtype)
 
 
 class PackedAttention(MegatronModule):
     """Causal grouped-query attention through `scaled_dot_product_attention`, packed or padded.
 
-    Packed (THD): query `[t, q_heads, d]`, key and value `[t, kv_heads, d]`, one call per sequence of
+    Values may be narrower than queries and keys (latent attention). Packed (THD): query `[t, q_heads, d]`, key and value `[t, kv_heads, d]`, one call per sequence of
     `cu_seqlens`, result `[t, q_heads * d]`. Unpacked (SBHD): `[s, b, heads, d]`, result `[s, b, q_heads * d]`.
     Head counts are this rank's share.
     """
@@ -52,6 +55,8 @@ class PackedAttention(MegatronModule):
         softmax_scale: float | None = None,
         cp_comm_type: str | None = None,
         pg_collection: Any = None,
+        k_channels: int | None = None,
+        v_channels: int | None = None,
     ) -> None:
         super().__init__(config=config)
         if config.context_parallel_size != 1:

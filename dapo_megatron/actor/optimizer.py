@@ -17,7 +17,7 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from dapo_megatron.actor.model import PassThrough
+from dapo_megatron.actor.transformer_config import PassThrough
 from dapo_megatron.config.sections import RunConfig
 
 

@@ -15,11 +15,15 @@ from dapo_megatron.platform import Platform
 
 @dataclass(frozen=True)
 class Layout:
-    """Where this rank stands.
+    """Where this rank stands. Ranks count tensor, context, data, then pipeline parallelism, innermost first.
 
     Attributes:
         rank, world_size: in the whole job.
-        tp_rank, tp_size; pp_rank, pp_size; dp_rank, dp_size: along each axis.
+        tp_rank, tp_size; pp_rank, pp_size; dp_rank, dp_size; cp_rank, cp_size: along each axis.
+        vp_size: virtual pipeline stages (model chunks) on each rank; 1 without interleaving.
+        ep_rank, ep_size: routed experts are spread over this axis, which lies inside TP x CP x DP of a stage.
+        etp_rank, etp_size: tensor parallelism inside an expert.
+        expert_dp_rank: which replica of its experts this rank holds.
         device: this rank's device.
     """
 
@@ -32,6 +36,14 @@ class Layout:
     dp_rank: int
     dp_size: int
     device: torch.device
+    cp_rank: int = 0
+    cp_size: int = 1
+    vp_size: int = 1
+    ep_rank: int = 0
+    ep_size: int = 1
+    etp_rank: int = 0
+    etp_size: int = 1
+    expert_dp_rank: int = 0
 
     @property
     def is_last_stage(self) -> bool:
@@ -40,12 +52,16 @@ class Layout:
     @property
     def is_publisher(self) -> bool:
         """One rank per pipeline stage sends that stage's weights to the engines: TP rank 0 of the first replica."""
-        return self.tp_rank == 0 and self.dp_rank == 0
+        return self.tp_rank == 0 and self.dp_rank == 0 and self.cp_rank == 0
 
     @property
     def reports_loss(self) -> bool:
-        """Ranks whose metric sums count: TP rank 0 of the last stage, in each data-parallel replica."""
-        return self.is_last_stage and self.tp_rank == 0
+        """Ranks whose metric sums count: TP and CP rank 0 of the last stage, in each data-parallel replica."""
+        return self.is_last_stage and self.tp_rank == 0 and self.cp_rank == 0
+
+    def expert_offset(self, num_experts: int) -> int:
+        """Global number of the first of this rank's routed experts."""
+        return self.ep_rank * (num_experts // self.ep_size)
 
 
 def initialize(parallel: ParallelSection, platform: Platform, seed: int) -> Layout:
@@ -79,6 +95,10 @@ def initialize(parallel: ParallelSection, platform: Platform, seed: int) -> Layo
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,
         pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=parallel.virtual_stages,
+        context_parallel_size=parallel.context_parallel_size,
+        expert_model_parallel_size=parallel.expert_model_parallel_size,
+        expert_tensor_parallel_size=parallel.expert_tensor_parallel_size,
         distributed_timeout_minutes=max(1, round(parallel.distributed_timeout_s / 60)),
     )
     model_parallel_cuda_manual_seed(seed)
@@ -92,6 +112,14 @@ def initialize(parallel: ParallelSection, platform: Platform, seed: int) -> Layo
         dp_rank=parallel_state.get_data_parallel_rank(),
         dp_size=parallel_state.get_data_parallel_world_size(),
         device=device,
+        cp_rank=parallel_state.get_context_parallel_rank(),
+        cp_size=parallel_state.get_context_parallel_world_size(),
+        vp_size=parallel.virtual_pipeline_model_parallel_size,
+        ep_rank=parallel_state.get_expert_model_parallel_rank(),
+        ep_size=parallel_state.get_expert_model_parallel_world_size(),
+        etp_rank=parallel_state.get_expert_tensor_parallel_rank(),
+        etp_size=parallel_state.get_expert_tensor_parallel_world_size(),
+        expert_dp_rank=parallel_state.get_expert_data_parallel_rank(),
     )
 
 

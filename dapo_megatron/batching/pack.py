@@ -15,9 +15,10 @@ class PackedBatch:
     """Packed sequences and where their responses are.
 
     Attributes:
-        tokens: int64 `[1, T]`, `prompt + response` of each sequence, one after the other, then padding.
+        tokens: int64 `[1, T]`, `prompt + response` of each sequence, one after the other, then padding
+            (with `sequence_multiple`, padding after each).
         position_ids: int64 `[1, T]`, from 0 in each sequence.
-        cu_seqlens: int32 `[n + 1]`, sequence i owns `[cu_seqlens[i], cu_seqlens[i + 1])`. Padding counts to the last sequence,
+        cu_seqlens: int32 `[n + 1]`, sequence i owns `[cu_seqlens[i], cu_seqlens[i + 1])`. Padding counts to the sequence before it,
             where causal attention keeps it from being seen; so the sequences cover all T tokens.
         rows: int64 `[R]`, positions in `[0, T)` whose logits predict response tokens: row t - 1 predicts token t.
         targets: int64 `[R]`, the response tokens, in the order of the sequences.
@@ -46,20 +47,28 @@ class PackedBatch:
         )
 
 
-def pack(sequences: Sequence[tuple[np.ndarray, np.ndarray]], pad_to_multiple: int = 1, pad_id: int = 0) -> PackedBatch:
+def pack(
+    sequences: Sequence[tuple[np.ndarray, np.ndarray]],
+    pad_to_multiple: int = 1,
+    pad_id: int = 0,
+    sequence_multiple: int = 1,
+) -> PackedBatch:
     """Pack `(prompt_ids, response_ids)` pairs.
 
     Args:
         sequences: token ids of each sample, one-dimensional and not empty. No sequence at all gives `pad_to_multiple` padding tokens and no
             row: a rank short of samples still takes part in the collectives of a forward pass.
-        pad_to_multiple: T is rounded up to this (the tensor parallel size under sequence parallelism).
+        pad_to_multiple: T is rounded up to this (`ParallelSection.token_alignment`); a multiple of `sequence_multiple`.
         pad_id: id of padding tokens; any id of the vocabulary will do, its logits are never read.
+        sequence_multiple: each sequence's own length is rounded up to this first (`ParallelSection.sequence_alignment`).
 
     Raises:
         ValueError: an empty prompt (nothing predicts its first response token) or an empty response.
     """
-    if pad_to_multiple < 1:
-        raise ValueError(f"pad_to_multiple={pad_to_multiple} must be positive")
+    if pad_to_multiple < 1 or sequence_multiple < 1 or pad_to_multiple % sequence_multiple:
+        raise ValueError(
+            f"pad_to_multiple={pad_to_multiple} must be a positive multiple of sequence_multiple={sequence_multiple}"
+        )
     pieces: list[np.ndarray] = []
     positions: list[np.ndarray] = []
     rows: list[np.ndarray] = []
@@ -69,11 +78,14 @@ def pack(sequences: Sequence[tuple[np.ndarray, np.ndarray]], pad_to_multiple: in
         p, n = len(prompt), len(response)
         if p == 0 or n == 0:
             raise ValueError(f"sequence {index} has {p} prompt and {n} response tokens; both must be at least 1")
+        filler = -(p + n) % sequence_multiple
         pieces += [np.asarray(prompt, dtype=np.int64), np.asarray(response, dtype=np.int64)]
-        positions.append(np.arange(p + n, dtype=np.int64))
+        if filler:
+            pieces.append(np.full(filler, pad_id, dtype=np.int64))
+        positions.append(np.arange(p + n + filler, dtype=np.int64))
         rows.append(np.arange(offset + p - 1, offset + p + n - 1, dtype=np.int64))
-        lengths.append(p + n)
-        offset += p + n
+        lengths.append(p + n + filler)
+        offset += p + n + filler
     total = max(1, -(-offset // pad_to_multiple)) * pad_to_multiple
     padding = total - offset
     if padding:

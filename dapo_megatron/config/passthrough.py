@@ -19,6 +19,10 @@ from dapo_megatron.config.sections import RunConfig
 _MEGATRON_OWNED = {
     "tensor_model_parallel_size": "parallel.tensor_model_parallel_size",
     "pipeline_model_parallel_size": "parallel.pipeline_model_parallel_size",
+    "virtual_pipeline_model_parallel_size": "parallel.virtual_pipeline_model_parallel_size",
+    "context_parallel_size": "parallel.context_parallel_size",
+    "expert_model_parallel_size": "parallel.expert_model_parallel_size",
+    "expert_tensor_parallel_size": "parallel.expert_tensor_parallel_size",
     "sequence_parallel": "parallel.sequence_parallel",
     "params_dtype": "model.dtype",
     "pipeline_dtype": "model.dtype",
@@ -37,7 +41,10 @@ _MEGATRON_OWNED = {
 # Fields that the checkpoint decides.
 _MEGATRON_ARCHITECTURE = (
     "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels normalization "
-    "layernorm_epsilon qk_layernorm add_bias_linear add_qkv_bias gated_linear_unit activation_func"
+    "layernorm_epsilon layernorm_zero_centered_gamma qk_layernorm add_bias_linear add_qkv_bias gated_linear_unit "
+    "activation_func rotary_interleaved multi_latent_attention num_moe_experts moe_layer_freq moe_ffn_hidden_size "
+    "moe_shared_expert_intermediate_size moe_router_topk moe_router_score_function moe_router_pre_softmax "
+    "moe_router_num_groups moe_router_group_topk moe_router_topk_scaling_factor moe_router_enable_expert_bias"
 ).split()
 # Fields on which the trainer's own correctness rests.
 _MEGATRON_FIXED = {

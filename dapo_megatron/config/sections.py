@@ -36,10 +36,24 @@ class ModelSection(Section):
 
 
 class ParallelSection(Section):
-    """How the model is split. Data-parallel size = processes / (TP x PP)."""
+    """How the model is split. Data-parallel size = processes / (TP x CP x PP)."""
 
     tensor_model_parallel_size: int = Field(1, gt=0, description="TP: each layer's weights split over this many ranks.")
     pipeline_model_parallel_size: int = Field(1, gt=0, description="PP: layers split into this many stages.")
+    virtual_pipeline_model_parallel_size: int = Field(
+        1,
+        gt=0,
+        description="VPP: chunks of layers on each pipeline rank, interleaved to shorten the bubble; needs PP > 1.",
+    )
+    context_parallel_size: int = Field(
+        1, gt=0, description="CP: each sequence split over this many ranks; needs Transformer Engine."
+    )
+    expert_model_parallel_size: int = Field(
+        1, gt=0, description="EP: routed experts spread over this many ranks of a stage's TP x CP x DP."
+    )
+    expert_tensor_parallel_size: int | None = Field(
+        None, gt=0, description="TP inside each routed expert; null takes tensor_model_parallel_size."
+    )
     sequence_parallel: bool = Field(
         False, description="Split activations along the sequence between TP regions; needs TP > 1."
     )
@@ -55,7 +69,37 @@ class ParallelSection(Section):
 
     @property
     def data_parallel_size(self) -> int:
-        return self.world_size // (self.tensor_model_parallel_size * self.pipeline_model_parallel_size)
+        return self.world_size // self.ranks_per_replica
+
+    @property
+    def ranks_per_replica(self) -> int:
+        """Ranks that hold one copy of the model, experts aside."""
+        return self.tensor_model_parallel_size * self.context_parallel_size * self.pipeline_model_parallel_size
+
+    @property
+    def virtual_stages(self) -> int | None:
+        """VPP as Megatron spells it: None without interleaving."""
+        size = self.virtual_pipeline_model_parallel_size
+        return size if size > 1 else None
+
+    @property
+    def expert_tensor_parallel(self) -> int:
+        return self.expert_tensor_parallel_size or self.tensor_model_parallel_size
+
+    @property
+    def token_alignment(self) -> int:
+        """A packed micro-batch is padded to a multiple of this many tokens, so that CP and sequence parallelism can split it."""
+        return self.sequence_alignment * (self.tensor_model_parallel_size if self.sequence_parallel else 1)
+
+    @property
+    def sequence_alignment(self) -> int:
+        """Each packed sequence is padded to a multiple of this many tokens: context parallelism cuts it into 2 x CP pieces."""
+        return 2 * self.context_parallel_size if self.context_parallel_size > 1 else 1
+
+    @property
+    def micro_batch_multiple(self) -> int:
+        """Interleaved pipelines take micro-batches in rounds of the pipeline size."""
+        return self.pipeline_model_parallel_size if self.virtual_pipeline_model_parallel_size > 1 else 1
 
 
 class OptimSection(Section):
@@ -145,16 +189,31 @@ class RunConfig(Section):
     )
     sglang: dict[str, Any] = Field(default_factory=dict, description="Verbatim SGLang server arguments.")
 
+    @property
+    def max_micro_batch_tokens(self) -> int:
+        """Token budget of a micro-batch, which context parallelism spreads over several ranks."""
+        return self.trainer.max_tokens_per_gpu * self.parallel.context_parallel_size
+
     @model_validator(mode="after")
     def _sections_agree(self) -> RunConfig:
         p, mini = self.rollout.prompts_per_step, self.trainer.mini_batch_prompts
         if p % mini:
             raise ValueError(f"rollout.prompts_per_step={p} is not a multiple of trainer.mini_batch_prompts={mini}")
         par = self.parallel
-        split = par.tensor_model_parallel_size * par.pipeline_model_parallel_size
+        split = par.ranks_per_replica
         if par.world_size % split:
             raise ValueError(
-                f"{par.world_size} processes (nnodes x nproc_per_node) is not a multiple of TP x PP = {split}"
+                f"{par.world_size} processes (nnodes x nproc_per_node) is not a multiple of TP x CP x PP = {split}"
+            )
+        expert_split = par.expert_tensor_parallel * par.expert_model_parallel_size * par.pipeline_model_parallel_size
+        if par.world_size % expert_split:
+            raise ValueError(
+                f"{par.world_size} processes (nnodes x nproc_per_node) is not a multiple of expert TP x EP x PP = {expert_split}; "
+                "lower parallel.expert_model_parallel_size or parallel.expert_tensor_parallel_size"
+            )
+        if par.virtual_pipeline_model_parallel_size > 1 and par.pipeline_model_parallel_size == 1:
+            raise ValueError(
+                "parallel.virtual_pipeline_model_parallel_size above 1 needs parallel.pipeline_model_parallel_size above 1"
             )
         if par.sequence_parallel and par.tensor_model_parallel_size == 1:
             raise ValueError("parallel.sequence_parallel=true needs parallel.tensor_model_parallel_size above 1")
@@ -164,10 +223,10 @@ class RunConfig(Section):
                 f"a mini-batch of {samples} samples cannot be spread over {par.data_parallel_size} data-parallel ranks"
             )
         longest = self.data.max_prompt_length + self.rollout.max_response_length
-        if self.trainer.max_tokens_per_gpu < longest:
+        if self.max_micro_batch_tokens < longest:
             raise ValueError(
-                f"trainer.max_tokens_per_gpu={self.trainer.max_tokens_per_gpu} is below the longest sequence, "
-                f"data.max_prompt_length + rollout.max_response_length = {longest}"
+                f"trainer.max_tokens_per_gpu={self.trainer.max_tokens_per_gpu} x CP={par.context_parallel_size} is below the longest "
+                f"sequence, data.max_prompt_length + rollout.max_response_length = {longest}"
             )
         if self.algorithm.kl.coef > 0 and self.megatron.get("overlap_param_gather"):
             raise ValueError(

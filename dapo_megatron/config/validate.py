@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import struct
 from pathlib import Path
@@ -63,7 +64,7 @@ def _check_model(config: RunConfig) -> list[str]:
 def check_layout(config: RunConfig, arch: ModelArchitecture) -> list[str]:
     """Whether the model can be split as asked, on the trainer's side and on the engines'."""
     problems = []
-    tp, pp = config.parallel.tensor_model_parallel_size, config.parallel.pipeline_model_parallel_size
+    tp = config.parallel.tensor_model_parallel_size
     for key, size in (
         ("parallel.tensor_model_parallel_size", tp),
         ("rollout.engine.tp_size", config.rollout.engine.tp_size),
@@ -71,12 +72,12 @@ def check_layout(config: RunConfig, arch: ModelArchitecture) -> list[str]:
         fits = [n for n in range(1, arch.num_attention_heads + 1) if not _tp_problems(arch, n)]
         for problem in _tp_problems(arch, size):
             problems.append(f"{key}={size} {problem}; possible sizes: {', '.join(map(str, fits))}")
-    uneven = any(config.megatron.get(field) is not None for field in _UNEVEN_STAGES)
-    if arch.num_layers % pp and not uneven:
-        divisors = [str(n) for n in range(1, arch.num_layers + 1) if arch.num_layers % n == 0]
+    problems += _stage_problems(config, arch)
+    problems += _expert_problems(config, arch)
+    if config.parallel.context_parallel_size > 1 and importlib.util.find_spec("transformer_engine") is None:
         problems.append(
-            f"parallel.pipeline_model_parallel_size={pp} does not divide the model's {arch.num_layers} layers; use one of "
-            f"{', '.join(divisors)}, or split unevenly with megatron.{_UNEVEN_STAGES[0]}"
+            f"parallel.context_parallel_size={config.parallel.context_parallel_size} needs Transformer Engine, which is not installed; "
+            "set it to 1"
         )
     longest = config.data.max_prompt_length + config.rollout.max_response_length
     if longest > arch.max_position_embeddings:
@@ -87,14 +88,71 @@ def check_layout(config: RunConfig, arch: ModelArchitecture) -> list[str]:
     return problems
 
 
+def _stage_problems(config: RunConfig, arch: ModelArchitecture) -> list[str]:
+    """Whether the layers can be dealt out to pipeline ranks and their virtual stages."""
+    parallel, layers = config.parallel, arch.num_layers
+    pp, vp = parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_model_parallel_size
+    if config.megatron.get("pipeline_model_parallel_layout") is not None:
+        return []  # Megatron checks a layout against the layers when it parses it
+    ends = [config.megatron[field] for field in _UNEVEN_STAGES[:2] if config.megatron.get(field) is not None]
+    if ends:
+        middle, left = pp - len(ends), layers - sum(ends)
+        if (middle > 0 and (left <= 0 or left % middle)) or (middle <= 0 and left):
+            return [
+                f"megatron.{_UNEVEN_STAGES[0]} and _last_: {left} of {layers} layers are left for {middle} pipeline stages, which does "
+                "not come out even"
+            ]
+        if any(end % vp for end in ends) or (middle > 0 and left // middle % vp):
+            return [f"parallel.virtual_pipeline_model_parallel_size={vp} does not divide the layers of every stage"]
+        return []
+    if layers % pp:
+        divisors = [str(n) for n in range(1, layers + 1) if layers % n == 0]
+        return [
+            f"parallel.pipeline_model_parallel_size={pp} does not divide the model's {layers} layers; use one of "
+            f"{', '.join(divisors)}, or split unevenly with megatron.{_UNEVEN_STAGES[0]}"
+        ]
+    if layers // pp % vp:
+        fits = [str(n) for n in range(1, layers // pp + 1) if layers // pp % n == 0]
+        return [
+            f"parallel.virtual_pipeline_model_parallel_size={vp} does not divide the {layers // pp} layers of a pipeline stage; use one of "
+            f"{', '.join(fits)}"
+        ]
+    return []
+
+
+def _expert_problems(config: RunConfig, arch: ModelArchitecture) -> list[str]:
+    parallel, moe = config.parallel, arch.moe
+    ep, etp = parallel.expert_model_parallel_size, parallel.expert_tensor_parallel
+    if moe is None:
+        given = ep > 1 or parallel.expert_tensor_parallel_size is not None
+        return ["parallel.expert_*: the model has no routed experts; remove these keys"] if given else []
+    problems = []
+    if moe.num_experts % ep:
+        fits = [str(n) for n in range(1, moe.num_experts + 1) if moe.num_experts % n == 0]
+        problems.append(
+            f"parallel.expert_model_parallel_size={ep} does not divide the model's {moe.num_experts} experts; use one of {', '.join(fits)}"
+        )
+    if moe.expert_ffn_hidden_size % etp:
+        problems.append(
+            f"parallel.expert_tensor_parallel_size={etp} does not divide an expert's intermediate size {moe.expert_ffn_hidden_size}"
+        )
+    if parallel.tensor_model_parallel_size > 1 and not parallel.sequence_parallel:
+        problems.append(
+            "parallel.sequence_parallel must be true for a model with routed experts and tensor_model_parallel_size above 1"
+        )
+    return problems
+
+
 def _tp_problems(arch: ModelArchitecture, tp: int) -> list[str]:
     problems = []
     if arch.num_attention_heads % tp:
         problems.append(f"does not divide the model's {arch.num_attention_heads} attention heads")
     if arch.num_query_groups % tp and tp % arch.num_query_groups:
         problems.append(f"neither divides nor is a multiple of the model's {arch.num_query_groups} key/value heads")
-    if arch.ffn_hidden_size % tp:
+    if arch.ffn_hidden_size % tp and (arch.moe is None or not all(arch.moe.moe_layers)):
         problems.append(f"does not divide the model's intermediate size {arch.ffn_hidden_size}")
+    if arch.moe is not None and (arch.moe.shared_ffn_hidden_size or 0) % tp:
+        problems.append(f"does not divide the shared experts' intermediate size {arch.moe.shared_ffn_hidden_size}")
     return problems
 
 

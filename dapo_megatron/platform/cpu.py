@@ -126,6 +126,22 @@ def _patch_torch() -> None:
 
     torch.Tensor.type = cuda_type_name  # type: ignore[method-assign,assignment]
 
+    plain_all_to_all = torch.distributed.all_to_all_single
+
+    def all_to_all_single(
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_split_sizes: Any = None,
+        input_split_sizes: Any = None,
+        group: Any = None,
+        async_op: bool = False,
+    ) -> Any:
+        # The token dispatcher counts with tensors; gloo wants Python ints.
+        sizes = [None if s is None else [int(x) for x in s] for s in (output_split_sizes, input_split_sizes)]
+        return plain_all_to_all(output, input, sizes[0], sizes[1], group=group, async_op=async_op)
+
+    torch.distributed.all_to_all_single = all_to_all_single  # type: ignore[assignment]
+
     plain_to = torch.Tensor.to
 
     def to_cpu(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:

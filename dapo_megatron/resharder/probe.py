@@ -27,11 +27,10 @@ def probe_engines(
     service: ServiceClient,
     sequences: list[tuple[np.ndarray, np.ndarray]],
     *,
-    align: int,
     timeout_s: float,
 ) -> ProbeResult:
     """Compare trainer and engines on `(prompt_ids, response_ids)` pairs, without temperature. Collective over all ranks."""
-    ours = trainer_logprobs(actor, sequences, align=align)
+    ours = trainer_logprobs(actor, sequences)
     theirs = service.probe(
         [[*p.tolist(), *r.tolist()] for p, r in sequences], [len(p) for p, _ in sequences], timeout_s
     )
@@ -48,9 +47,10 @@ def probe_engines(
     return ProbeResult(worst, total / count, worst_engine)
 
 
-def trainer_logprobs(actor: Actor, sequences: list[tuple[np.ndarray, np.ndarray]], *, align: int) -> np.ndarray:
+def trainer_logprobs(actor: Actor, sequences: list[tuple[np.ndarray, np.ndarray]]) -> np.ndarray:
     """Untempered log-probs of all response tokens, float64, concatenated; the same array on every rank."""
-    packed = pack(sequences, pad_to_multiple=align)
+    parallel = actor.config.parallel
+    packed = pack(sequences, pad_to_multiple=parallel.token_alignment, sequence_multiple=parallel.sequence_alignment)
     outputs = actor.logprobs([packed], temperature=1.0)
     flat = outputs[0][0] if outputs else torch.zeros(packed.targets.numel(), device=actor.layout.device)
     dist.broadcast(flat, src=reporting_rank())

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from dapo_megatron.actor.actor import Actor
-from dapo_megatron.actor.model import TORCH_DTYPES
+from dapo_megatron.actor.transformer_config import TORCH_DTYPES
 from dapo_megatron.config.sections import RunConfig
 from dapo_megatron.platform import Platform
 from dapo_megatron.resharder.disk import DiskTransport, write_hf_folder

@@ -1,9 +1,12 @@
-"""What each rank does in the layout tests: build a real Megatron actor, compute, and report plain NumPy results."""
+"""What each rank does in the layout tests: build a real Megatron actor, compute, and report plain results."""
 
 from __future__ import annotations
 
+import dataclasses
 import os
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,17 +33,38 @@ TRUNCATED_LENGTH = 32
 
 @dataclass(frozen=True)
 class Layout:
-    """Parallel sizes of one case, and its `algorithm` block; data-parallel size follows from the number of ranks."""
+    """Parallel sizes of one case, its `algorithm` block and what else it tries; data-parallel size follows from the number of ranks.
+
+    Attributes:
+        padded: pad every sequence and micro-batch far beyond what the layout asks for.
+        megatron: pass-through fields.
+        label: name of what the pass-through fields try.
+    """
 
     tp: int = 1
     pp: int = 1
     sequence_parallel: bool = False
     max_tokens: int = 256
     algorithm: str = ""
+    vp: int = 1
+    ep: int = 1
+    etp: int | None = None
+    padded: bool = False
+    distributed_optimizer: bool = True
+    label: str = ""
+    megatron: dict[str, Any] = field(default_factory=dict, hash=False)
 
     @property
     def name(self) -> str:
-        return f"tp{self.tp}pp{self.pp}{'sp' if self.sequence_parallel else ''}mb{self.max_tokens}"
+        parts = [
+            f"tp{self.tp}",
+            f"pp{self.pp}",
+            f"vp{self.vp}" if self.vp > 1 else "",
+            f"ep{self.ep}" if self.ep > 1 else "",
+        ]
+        parts += [f"etp{self.etp}" if self.etp else "", "sp" if self.sequence_parallel else "", f"mb{self.max_tokens}"]
+        parts += ["padded" if self.padded else "", "" if self.distributed_optimizer else "plainopt", self.label]
+        return "-".join(part for part in parts if part)
 
 
 def make_config(
@@ -57,17 +81,28 @@ def make_config(
         "parallel": {
             "tensor_model_parallel_size": layout.tp,
             "pipeline_model_parallel_size": layout.pp,
+            "virtual_pipeline_model_parallel_size": layout.vp,
+            "expert_model_parallel_size": layout.ep,
+            "expert_tensor_parallel_size": layout.etp,
             "sequence_parallel": layout.sequence_parallel,
             "nproc_per_node": world_size,
             "distributed_timeout_s": 120,
         },
-        "optim": {"lr": 1e-3, "lr_warmup_steps": 0, "clip_grad": 0.5},
+        # Adam's step is the gradient over its own size; a large epsilon keeps the rounding of tiny gradients from becoming steps.
+        "optim": {
+            "lr": 1e-3,
+            "lr_warmup_steps": 0,
+            "clip_grad": 0.5,
+            "adam_eps": 1e-3,
+            "use_distributed_optimizer": layout.distributed_optimizer,
+        },
         "trainer": {
             "total_steps": 3,
             "mini_batch_prompts": groups,
             "max_tokens_per_gpu": layout.max_tokens,
             "logprob_chunk_tokens": 7,
         },
+        "megatron": dict(layout.megatron),
     }
     for section, values in sections.items():
         tree[section] = tree.get(section, {}) | values
@@ -121,25 +156,20 @@ def make_ticket(groups: list[dict[str, Any]]) -> Ticket:
 
 def poisoned_update_changes(actor: Any, loss_batches: list[Any]) -> list[str]:
     """Names of parameters that an update with an infinite advantage changed; it must be refused and change none."""
-    import dataclasses
-
-    from dapo_megatron.actor.weights import named_global_parameters
-
-    before = {name: param.detach().clone() for name, param in named_global_parameters(actor.chunks)}
+    before = snapshot(actor)
     poisoned = [dataclasses.replace(batch, advantages=batch.advantages * float("inf")) for batch in loss_batches]
     result = actor.update(poisoned)
+    actor.gather_parameters()
     assert not result.step.applied
-    return [name for name, param in named_global_parameters(actor.chunks) if not param.equal(before[name])]
+    return [name for name, tensor in snapshot(actor).items() if not tensor.equal(before[name])]
 
 
 def reference_after_updates(actor: Any, packed: list[Any], initial: list[Any]) -> dict[str, bool]:
     """Whether the reference still gives the initial log-probs and the policy keeps its own weights, both bit for bit."""
-    from dapo_megatron.actor.weights import named_global_parameters
-
-    before = {name: param.detach().clone() for name, param in named_global_parameters(actor.chunks)}
+    before = snapshot(actor)
     reference = actor.reference_logprobs(packed)
     policy = [logprobs for logprobs, _ in actor.logprobs(packed)]
-    restored = all(param.equal(before[name]) for name, param in named_global_parameters(actor.chunks))
+    restored = all(tensor.equal(before[name]) for name, tensor in snapshot(actor).items())
     rows = [i for i, logprobs in enumerate(initial) if logprobs.numel()]
     return {
         "initial": len(reference) == len(initial) and all(reference[i].equal(initial[i]) for i in rows),
@@ -148,93 +178,136 @@ def reference_after_updates(actor: Any, packed: list[Any], initial: list[Any]) -
     }
 
 
+def snapshot(actor: Any) -> dict[str, Any]:
+    """Copies of this rank's parameters by global name."""
+    from dapo_megatron.actor.weights import named_global_parameters
+
+    tensors = named_global_parameters(actor.chunks, actor.mapping, actor.expert_offset)
+    return {name: tensor.detach().clone() for name, tensor in tensors}
+
+
+def whole_gradients(actor: Any, loss_batches: list[Any]) -> dict[str, Any]:
+    """Gradients of the mini-batch loss by HF name, on rank 0; the distributed optimizer would keep only its share."""
+    from tests.merged_state import merged
+
+    config = actor.chunks[0].config
+    finalize = config.finalize_model_grads_func
+    config.finalize_model_grads_func = lambda model, tokens, **kwargs: finalize(
+        model, tokens, **(kwargs | {"force_all_reduce": True})
+    )
+    actor.accumulate_gradients(loss_batches)
+    config.finalize_model_grads_func = finalize
+    # Replicas along TP add up the same numbers in another order.
+    return merged(actor, lambda p: p.main_grad if hasattr(p, "main_grad") else p * 0, atol=1e-6)
+
+
 def run_layouts(
     cases: list[tuple[str, Layout]],
     groups: list[dict[str, Any]],
     group_size: int,
     updates: int,
-    export_to: str | None = None,
+    save_to: str | None = None,
 ) -> dict[str, dict[str, Any]]:
-    """On one rank: for each (model folder, layout) log-probs, one loss and gradient norm, and weights after `updates` updates.
+    """On one rank: for each (model folder, layout) log-probs, one loss and gradient norm, and `updates` updates.
 
-    Results are keyed `<folder name>/<layout name>`, with the algorithm's name in front when it has one; log-probs are keyed by sample and only on ranks that report a loss.
+    Results are keyed `<folder name>/<layout name>`, with the algorithm's name in front when it has one; log-probs are keyed by sample and
+    only on ranks that report a loss. Rank 0 writes gradients and updated weights to `save_to/<case>.{grads,weights}.safetensors`.
     """
+    from dapo_megatron.actor.process_groups import shutdown
     from dapo_megatron.platform import current_platform
 
     platform = current_platform()
     from megatron.core import parallel_state
 
-    from checkpoint_convert.architecture import read_architecture
-    from dapo_megatron.actor.actor import Actor
-    from dapo_megatron.actor.process_groups import initialize, shutdown
-    from dapo_megatron.resharder.disk import write_hf_folder
-    from dapo_megatron.resharder.gather import gather_buckets, stage_publishers
-    from dapo_megatron.step_batch import assemble
-
-    world_size = int(os.environ["WORLD_SIZE"])
     results: dict[str, dict[str, Any]] = {}
     for model_dir, layout in cases:
-        config = make_config(
-            model_dir,
-            layout,
-            world_size,
-            groups=len(groups),
-            group_size=group_size,
-            algorithm=ALGORITHMS[layout.algorithm],
-        )
         case = f"{layout.algorithm}:{Path(model_dir).name}" if layout.algorithm else Path(model_dir).name
-        here = initialize(config.parallel, platform, seed=1)
-        actor = Actor(config, read_architecture(model_dir), here, platform)
-        actor.load_hf(model_dir)
-        actor.keep_reference()
-        batch = assemble(
-            make_ticket(groups),
-            lambda refs: [groups[r]["packed"] for r in refs],
-            config,
-            dp_rank=here.dp_rank,
-            dp_size=here.dp_size,
-        )
-        (micro_batches,) = batch.mini_batches
-        outputs = actor.logprobs([m.packed for m in micro_batches])
-        result: dict[str, Any] = {"logprobs": {}, "entropy": {}}
-        if here.reports_loss:
-            for micro, (logprobs, entropy) in zip(micro_batches, outputs, strict=True):
-                for position, sample in enumerate(micro.samples):
-                    of_sample = micro.packed.sample_index == position
-                    result["logprobs"][sample] = logprobs.cpu()[of_sample].numpy()
-                    result["entropy"][sample] = entropy.cpu()[of_sample].numpy()
-        old = [pair[0] for pair in outputs] if outputs else [None] * len(micro_batches)
-        ref = (actor.reference_logprobs(batch.packed) if config.algorithm.kl.coef else None) or [None] * len(old)
-        loss_batches = [m.with_old_logprobs(o, r) for m, o, r in zip(micro_batches, old, ref, strict=True)]
-        for update in range(updates):
-            done = actor.update(loss_batches)
-            result.setdefault("metrics", done.metrics)
-            result.setdefault("grad_norm", done.step.grad_norm)
-            assert done.step.applied, f"update {update} was skipped"
-        if updates:
-            result["reference"] = reference_after_updates(actor, batch.packed, [pair[0] for pair in outputs])
-        result["skipped_update_changed"] = poisoned_update_changes(actor, loss_batches) if updates else None
-        if export_to is not None:
-            target = Path(export_to) / f"{case}-{layout.name}"
-            buckets = iter(())
-            if here.dp_rank == 0:
-                buckets = gather_buckets(
-                    actor.chunks,
-                    actor.mapping,
-                    here,
-                    dtype=next(actor.chunks[0].parameters()).dtype,
-                    bucket_bytes=20_000,
-                )
-            write_hf_folder(
-                actor.mapping,
-                buckets,
-                here,
-                stage_publishers(here),
-                target=target,
-                source=Path(model_dir),
-                dtype=next(actor.chunks[0].parameters()).dtype,
-            )
-        results[f"{case}/{layout.name}"] = result
+        case = f"{case}/{layout.name}"
+        try:
+            with _padding(layout.padded):
+                results[case] = _run_case(platform, model_dir, layout, groups, group_size, updates, save_to, case)
+        except Exception as error:
+            raise RuntimeError(f"in case {case}") from error
         parallel_state.destroy_model_parallel()
     shutdown()
     return results
+
+
+def _run_case(
+    platform: Any,
+    model_dir: str,
+    layout: Layout,
+    groups: list[dict[str, Any]],
+    group_size: int,
+    updates: int,
+    save_to: str | None,
+    case: str,
+) -> dict[str, Any]:
+    from safetensors.torch import save_file
+
+    from checkpoint_convert.architecture import read_architecture
+    from dapo_megatron.actor.actor import Actor
+    from dapo_megatron.actor.process_groups import initialize
+    from dapo_megatron.config.validate import check_layout
+    from dapo_megatron.step_batch import assemble
+    from tests.merged_state import merged
+
+    world_size = int(os.environ["WORLD_SIZE"])
+    config = make_config(
+        model_dir, layout, world_size, groups=len(groups), group_size=group_size, algorithm=ALGORITHMS[layout.algorithm]
+    )
+    arch = read_architecture(model_dir)
+    assert check_layout(config, arch) == []
+    here = initialize(config.parallel, platform, seed=1)
+    actor = Actor(config, arch, here, platform)
+    actor.load_hf(model_dir)
+    actor.keep_reference()
+    fetch = lambda refs: [groups[r]["packed"] for r in refs]  # noqa: E731
+    batch = assemble(make_ticket(groups), fetch, config, dp_rank=here.dp_rank, dp_size=here.dp_size)
+    (micro_batches,) = batch.mini_batches
+    outputs = actor.logprobs([m.packed for m in micro_batches])
+    result: dict[str, Any] = {"logprobs": {}, "entropy": {}}
+    if here.reports_loss:
+        for micro, (logprobs, entropy) in zip(micro_batches, outputs, strict=True):
+            for position, sample in enumerate(micro.samples):
+                of_sample = micro.packed.sample_index == position
+                result["logprobs"][sample] = logprobs.cpu()[of_sample].numpy()
+                result["entropy"][sample] = entropy.cpu()[of_sample].numpy()
+    old = [pair[0] for pair in outputs] if outputs else [None] * len(micro_batches)
+    ref = (actor.reference_logprobs(batch.packed) if config.algorithm.kl.coef else None) or [None] * len(old)
+    loss_batches = [m.with_old_logprobs(o, r) for m, o, r in zip(micro_batches, old, ref, strict=True)]
+    gradients = whole_gradients(actor, loss_batches)
+    for update in range(updates):
+        done = actor.update(loss_batches)
+        result.setdefault("metrics", done.metrics)
+        result.setdefault("grad_norm", done.step.grad_norm)
+        assert done.step.applied, f"update {update} was skipped"
+    actor.gather_parameters()
+    weights = merged(actor, lambda p: p.float())
+    if here.rank == 0 and save_to is not None:
+        stem = case.replace("/", "@")
+        for kind, tensors in (("grads", gradients), ("weights", weights)):
+            tensors = {name: tensor.contiguous().clone() for name, tensor in tensors.items()}
+            save_file(tensors, f"{save_to}/{stem}.{kind}.safetensors")
+    if updates:
+        initial = [pair[0] for pair in outputs]
+        if not config.megatron.get("overlap_param_gather"):
+            result["reference"] = reference_after_updates(actor, batch.packed, initial)
+        result["skipped_update_changed"] = poisoned_update_changes(actor, loss_batches)
+    return result
+
+
+@contextmanager
+def _padding(padded: bool) -> Iterator[None]:
+    """Inside, every packed sequence is padded to a multiple of 16 and every micro-batch to one of 64 tokens."""
+    from dapo_megatron.config.sections import ParallelSection
+
+    if not padded:
+        yield
+        return
+    plain = ParallelSection.token_alignment, ParallelSection.sequence_alignment
+    ParallelSection.token_alignment, ParallelSection.sequence_alignment = 64, 16  # type: ignore[assignment,method-assign]
+    try:
+        yield
+    finally:
+        ParallelSection.token_alignment, ParallelSection.sequence_alignment = plain  # type: ignore[method-assign]

@@ -1,40 +1,121 @@
-"""Real Megatron actors in several layouts against Hugging Face transformers and a float64 reference of the loss."""
+"""Real Megatron actors of every family in many layouts against Hugging Face transformers and a float64 reference of the loss.
+
+The default run has every family and every kind of layout at least once, on four processes. The full grid, on eight, runs with
+`pytest -m grid tests/integration/test_actor_layouts.py`.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
-from tests.integration.actor_ranks import ALGORITHMS, TRUNCATED_LENGTH, Layout, make_groups, run_layouts
+from checkpoint_convert.architecture import read_architecture
+from dapo_megatron.config.validate import check_layout
+from tests.integration.actor_ranks import (
+    ALGORITHMS,
+    TRUNCATED_LENGTH,
+    Layout,
+    make_config,
+    make_groups,
+    run_layouts,
+)
 from tests.ranks import run_ranks
 from tests.toy_models import VOCAB_SIZE, hf_logprobs, load_model, make_model
 
 GROUPS, GROUP_SIZE, UPDATES = 4, 3, 3
-LAYOUTS = [
+
+# Every kind of layout on one dense family.
+DENSE = [
     Layout(),
     Layout(max_tokens=90),
+    Layout(padded=True),
     Layout(tp=2),
     Layout(tp=2, sequence_parallel=True),
     Layout(pp=2),
     Layout(tp=2, pp=2),
     Layout(tp=4),
+    Layout(pp=4),
+    Layout(pp=2, vp=2, max_tokens=90),
+    Layout(tp=2, pp=2, vp=2, sequence_parallel=True, padded=True),
+    Layout(distributed_optimizer=False),
     Layout(algorithm="options"),
     Layout(tp=2, pp=2, max_tokens=90, algorithm="options"),
+    Layout(pp=2, label="uneven", megatron={"num_layers_in_first_pipeline_stage": 1}),
+    Layout(
+        tp=2,
+        label="recompute-all",
+        megatron={"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+    ),
+    Layout(label="recompute-attention", megatron={"recompute_granularity": "selective"}),
+    Layout(tp=2, label="overlap", megatron={"overlap_grad_reduce": True, "overlap_param_gather": True}),
+    Layout(
+        pp=2, vp=2, max_tokens=90, label="overlap", megatron={"overlap_grad_reduce": True, "overlap_param_gather": True}
+    ),
+    Layout(label="offload", megatron={"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0}),
 ]
+# The other families in the layouts that split what is special about them.
+TWO_WAY = [Layout(), Layout(tp=2, pp=2), Layout(tp=4)]
+EXPERTS = [
+    Layout(ep=4),
+    Layout(ep=2, max_tokens=90),
+    Layout(pp=2, ep=2),
+    Layout(tp=2, ep=2, etp=1, sequence_parallel=True),
+    Layout(tp=2, pp=2, sequence_parallel=True),
+]
+FAMILIES: dict[str, tuple[str, dict[str, Any], list[Layout]]] = {
+    "qwen3-untied": ("qwen3", {"tie": False, "num_hidden_layers": 4}, DENSE),
+    "qwen2-tied": ("qwen2", {"tie": True, "num_hidden_layers": 2}, TWO_WAY),
+    "llama-tied": ("llama", {"tie": True, "vocab_size": VOCAB_SIZE + 3}, TWO_WAY),
+    "qwen3-moe": ("qwen3_moe", {"tie": False}, EXPERTS),
+    "mixtral": ("mixtral", {"tie": False}, EXPERTS[1:4]),
+}
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What float64 autograd says about the mini-batch: loss, size of its terms, gradients by the names in the files."""
+
+    loss: float
+    scale: float
+    gradients: dict[str, torch.Tensor]
+
+    @property
+    def grad_norm(self) -> float:
+        return float(torch.sqrt(sum((g.double() ** 2).sum() for g in self.gradients.values())))
+
+
+@dataclass(frozen=True)
+class Runs:
+    """Results of all cases on each rank, and the files that rank 0 wrote."""
+
+    ranks: list[dict[str, Any]]
+    folder: Path
+
+    @property
+    def cases(self) -> list[str]:
+        return sorted(self.ranks[0])
+
+    def of(self, name: str) -> list[str]:
+        """Cases of one model under DAPO's own algorithm."""
+        return [case for case in self.cases if case.startswith(name + "/")]
+
+    def tensors(self, case: str, kind: str) -> dict[str, torch.Tensor]:
+        return load_file(self.folder / f"{case.replace('/', '@')}.{kind}.safetensors")
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("models")
-    return [
-        make_model(root / "qwen3-untied", "qwen3", tie=False, seed=1),
-        make_model(root / "qwen2-tied", "qwen2", tie=True, seed=2),
-        make_model(root / "llama-tied", "llama", tie=True, seed=3, vocab_size=VOCAB_SIZE + 3),
-    ]
+    return {
+        name: make_model(root / name, family, seed=seed, **settings)
+        for seed, (name, (family, settings, _)) in enumerate(FAMILIES.items(), start=1)
+    }
 
 
 @pytest.fixture(scope="module")
@@ -43,21 +124,47 @@ def groups() -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def export_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("exported")
+def references(models: dict[str, Path], groups: list[dict[str, Any]]) -> dict[str, Reference]:
+    return {name: float64_reference(folder, groups) for name, folder in models.items()}
 
 
 @pytest.fixture(scope="module")
-def runs(models: list[Path], groups: list[dict[str, Any]], export_dir: Path) -> list[dict[str, Any]]:
-    """Results of all cases on each of four ranks; four processes serve every layout."""
-    # Every layout on the first family; the others, which differ in their mapping, in the layouts that split it.
-    cases = [(str(models[0]), layout) for layout in LAYOUTS]
-    cases += [(str(model), layout) for model in models[1:] for layout in (Layout(), Layout(tp=2, pp=2), Layout(tp=4))]
-    return run_ranks(4, run_layouts, cases, groups, GROUP_SIZE, UPDATES, str(export_dir), timeout_s=280)
+def runs(models: dict[str, Path], groups: list[dict[str, Any]], tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    folder = tmp_path_factory.mktemp("runs")
+    cases = [(str(models[name]), layout) for name, (_, _, layouts) in FAMILIES.items() for layout in layouts]
+    return Runs(run_ranks(4, run_layouts, cases, groups, GROUP_SIZE, UPDATES, str(folder), timeout_s=400), folder)
 
 
-def case_names(runs: list[dict[str, Any]]) -> list[str]:
-    return sorted(runs[0])
+@pytest.fixture(scope="module")
+def grid(models: dict[str, Path], groups: list[dict[str, Any]], tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """Every family in every layout that is legal for it, on eight processes."""
+    saved = tmp_path_factory.mktemp("grid")
+    cases = [(str(folder), layout) for folder in models.values() for layout in grid_layouts(folder)]
+    return Runs(run_ranks(8, run_layouts, cases, groups, GROUP_SIZE, UPDATES, str(saved), timeout_s=3000), saved)
+
+
+def grid_layouts(folder: Path) -> list[Layout]:
+    """All layouts on eight ranks that the model allows."""
+    arch = read_architecture(folder)
+    layouts = []
+    for tp, pp, vp in ((1, 1, 1), (2, 1, 1), (4, 1, 1), (1, 2, 1), (1, 4, 1), (2, 2, 1), (1, 2, 2), (2, 2, 2)):
+        for sequence_parallel in (False, True) if tp > 1 else (False,):
+            for ep in (1, 2) if arch.moe else (1,):
+                for padded in (False, True):
+                    layout = Layout(
+                        tp,
+                        pp,
+                        sequence_parallel,
+                        vp=vp,
+                        ep=ep,
+                        etp=1 if ep > 1 and tp > 1 else None,
+                        padded=padded,
+                        max_tokens=90,
+                    )
+                    config = make_config(str(folder), layout, 8, groups=GROUPS, group_size=GROUP_SIZE)
+                    if not check_layout(config, arch):
+                        layouts.append(layout)
+    return layouts
 
 
 def sequences(groups: list[dict[str, Any]]) -> list[tuple[list[int], list[int]]]:
@@ -69,74 +176,92 @@ def sequences(groups: list[dict[str, Any]]) -> list[tuple[list[int], list[int]]]
     return flat
 
 
-def test_logprobs_equal_transformers_in_every_layout(runs, models, groups) -> None:
-    for model_dir in models:
-        model = load_model(model_dir)
-        reference = [hf_logprobs(model, [*p, *r])[len(p) - 1 :].numpy() for p, r in sequences(groups)]
-        for case in (c for c in case_names(runs) if c.startswith(model_dir.name + "/")):
+def check_against_transformers(runs: Runs, models: dict[str, Path], groups: list[dict[str, Any]]) -> None:
+    for name, folder in models.items():
+        model = load_model(folder)
+        expected = [hf_logprobs(model, [*p, *r])[len(p) - 1 :].numpy() for p, r in sequences(groups)]
+        for case in runs.of(name):
             seen: dict[int, np.ndarray] = {}
-            for rank in runs:
+            for rank in runs.ranks:
                 seen |= rank[case]["logprobs"]
             assert sorted(seen) == list(range(GROUPS * GROUP_SIZE)), f"{case}: samples missing or doubled"
-            worst = max(np.abs(seen[i] - reference[i]).max() for i in seen)
+            worst = max(np.abs(seen[i] - expected[i]).max() for i in seen)
             assert worst < 1e-5, f"{case}: {worst}"
 
 
-def test_loss_and_gradient_norm_equal_a_float64_reference_in_every_layout(runs, models, groups) -> None:
-    for model_dir in models:
-        loss, grad_norm, scale = float64_loss_and_gradient_norm(model_dir, groups)
-        for case in (c for c in case_names(runs) if c.startswith(model_dir.name + "/")):
-            for rank in runs:
+def check_gradients(runs: Runs, references: dict[str, Reference]) -> None:
+    for name, reference in references.items():
+        for case in runs.of(name):
+            gradients = runs.tensors(case, "grads")
+            assert gradients.keys() == reference.gradients.keys(), case
+            for tensor_name, expected in reference.gradients.items():
+                error = (gradients[tensor_name].double() - expected).norm()
+                # A gradient that is zero by symmetry (k_proj.bias) has rounding noise only.
+                assert error < 1e-4 * expected.norm() + 1e-7 * reference.grad_norm, f"{case}: {tensor_name}: {error}"
+
+
+def check_weights(runs: Runs) -> None:
+    for name in {case.split("/")[0] for case in runs.cases}:
+        cases = runs.of(name)
+        first = runs.tensors(cases[0], "weights")
+        for case in cases[1:]:
+            weights = runs.tensors(case, "weights")
+            assert weights.keys() == first.keys()
+            for tensor_name, tensor in weights.items():
+                diff = (tensor - first[tensor_name]).abs().max()
+                assert diff < 1e-5, f"{case}: {tensor_name} differs by {diff} from {cases[0]}"
+
+
+def test_logprobs_equal_transformers_in_every_layout(runs, models, groups) -> None:
+    check_against_transformers(runs, models, groups)
+
+
+def test_every_gradient_equals_float64_autograd_in_every_layout(runs, references) -> None:
+    check_gradients(runs, references)
+
+
+def test_loss_and_gradient_norm_equal_float64_in_every_layout(runs, references, groups) -> None:
+    tokens = sum(len(r) for _, r in sequences(groups))
+    for name, reference in references.items():
+        for case in runs.of(name):
+            for rank in runs.ranks:
                 # Terms of both signs nearly cancel: the error is relative to their size, not to what is left.
-                assert abs(rank[case]["metrics"]["loss"] - loss) < 1e-6 * scale, case
-                assert rank[case]["grad_norm"] == pytest.approx(grad_norm, rel=2e-5), case
-                assert rank[case]["metrics"]["tokens"] == sum(len(r) for _, r in sequences(groups)), case
+                assert abs(rank[case]["metrics"]["loss"] - reference.loss) < 1e-6 * reference.scale, case
+                assert rank[case]["grad_norm"] == pytest.approx(reference.grad_norm, rel=2e-5), case
+                assert rank[case]["metrics"]["tokens"] == tokens, case
 
 
-def test_loss_is_the_same_in_every_layout_and_packing(runs) -> None:
-    for family in {case.split("/")[0] for case in case_names(runs)}:
-        losses = {case: runs[0][case]["metrics"]["loss"] for case in case_names(runs) if case.startswith(family + "/")}
+def test_loss_is_the_same_in_every_layout_and_packing(runs, models) -> None:
+    for name in models:
+        losses = {case: runs.ranks[0][case]["metrics"]["loss"] for case in runs.of(name)}
         # The losses are sums of terms of order 1 that nearly cancel.
         assert max(losses.values()) - min(losses.values()) < 2e-7, losses
 
 
-def test_weights_after_updates_agree_across_layouts(runs, export_dir) -> None:
-    from safetensors.torch import load_file
-
-    for family in {case.split("/")[0] for case in case_names(runs)}:
-        folders = sorted(f for f in export_dir.iterdir() if f.name.startswith(family + "-tp"))
-        reference = load_file(folders[0] / "model.safetensors")
-        for folder in folders[1:]:
-            weights = load_file(folder / "model.safetensors")
-            assert weights.keys() == reference.keys()
-            for name, tensor in weights.items():
-                if name.endswith("k_proj.bias"):
-                    continue  # shifts all scores of a query alike, so its gradient is rounding noise, which Adam blows up
-                diff = (tensor - reference[name]).abs()
-                # Adam divides a gradient by its own size: where it is next to nothing, its rounding moves a weight by a part of
-                # the learning rate (1e-3). A wrong gradient moves most weights by that much.
-                assert diff.max() < 1e-4, f"{folder.name}: {name}"
-                assert (diff < 1e-5).float().mean() > 0.995, f"{folder.name}: {name}"
+def test_weights_after_clipped_updates_agree_across_layouts(runs, references) -> None:
+    assert all(reference.grad_norm > 0.5 for reference in references.values()), "clipping is not active"
+    check_weights(runs)
 
 
 def test_first_ratio_is_exactly_one(runs) -> None:
-    for case in case_names(runs):
-        assert abs(runs[0][case]["metrics"]["ppo_kl"]) == 0.0, case
-        assert runs[0][case]["metrics"]["ratio"] == runs[0][case]["metrics"]["tokens"], case
+    for case in runs.cases:
+        assert abs(runs.ranks[0][case]["metrics"]["ppo_kl"]) == 0.0, case
+        assert runs.ranks[0][case]["metrics"]["ratio"] == runs.ranks[0][case]["metrics"]["tokens"], case
 
 
 def test_reference_log_probs_stay_the_initial_ones_bit_for_bit(runs) -> None:
-    for case in case_names(runs):
-        for rank in runs:
-            assert rank[case]["reference"] == {"initial": True, "policy_moved": True, "restored": True}, case
+    for case in runs.cases:
+        for rank in runs.ranks:
+            if "overlap" not in case:  # refused together with a reference policy
+                assert rank[case]["reference"] == {"initial": True, "policy_moved": True, "restored": True}, case
 
 
 def test_options_beside_dapo_equal_a_float64_reference(runs, models, groups) -> None:
-    loss, grad_norm, tokens = float64_options(models[0], groups)
-    cases = [case for case in case_names(runs) if case.startswith("options:")]
+    loss, grad_norm, tokens = float64_options(models["qwen3-untied"], groups)
+    cases = [case for case in runs.cases if case.startswith("options:")]
     assert len(cases) == 2
     for case in cases:
-        for rank in runs:
+        for rank in runs.ranks:
             assert rank[case]["metrics"]["loss"] == pytest.approx(loss, abs=1e-6), case
             assert rank[case]["grad_norm"] == pytest.approx(grad_norm, rel=2e-5), case
             assert rank[case]["metrics"]["tokens"] == tokens < sum(len(r) for _, r in sequences(groups)), case
@@ -144,15 +269,19 @@ def test_options_beside_dapo_equal_a_float64_reference(runs, models, groups) -> 
 
 
 def test_an_update_that_is_not_finite_changes_nothing(runs) -> None:
-    for case in case_names(runs):
-        assert all(rank[case]["skipped_update_changed"] == [] for rank in runs), case
+    for case in runs.cases:
+        assert all(rank[case]["skipped_update_changed"] == [] for rank in runs.ranks), case
 
 
-def float64_loss_and_gradient_norm(model_dir: Path, groups: list[dict[str, Any]]) -> tuple[float, float, float]:
-    """DAPO's loss at ratio 1, the norm of its gradient, and the sum of the loss terms' sizes.
+@pytest.mark.grid
+def test_full_grid_of_families_and_layouts(grid, models, references, groups) -> None:
+    check_against_transformers(grid, models, groups)
+    check_gradients(grid, references)
+    check_weights(grid)
 
-    Written out in float64 with transformers' autograd.
-    """
+
+def float64_reference(model_dir: Path, groups: list[dict[str, Any]]) -> Reference:
+    """DAPO's loss at ratio 1, written out in float64 with transformers' autograd."""
     model = load_model(model_dir).double()
     total_tokens = sum(len(r) for _, r in sequences(groups))
     loss = torch.zeros((), dtype=torch.float64)
@@ -176,8 +305,17 @@ def float64_loss_and_gradient_norm(model_dir: Path, groups: list[dict[str, Any]]
             loss = loss - terms.sum()
             scale += float(terms.detach().abs().sum())
     loss.backward()
-    norm = torch.sqrt(sum((p.grad**2).sum() for p in model.parameters() if p.grad is not None))
-    return float(loss.detach()), float(norm), scale
+    return Reference(float(loss.detach()), scale, gradients_by_file_name(model, model_dir))
+
+
+def gradients_by_file_name(model: Any, model_dir: Path) -> dict[str, torch.Tensor]:
+    """Gradients under the names and shapes of the tensors on disk (transformers holds experts in other tensors than the files)."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
+    folder = model_dir.parent / f"{model_dir.name}-gradients"
+    model.save_pretrained(str(folder))
+    return load_file(folder / "model.safetensors")
 
 
 def float64_options(model_dir: Path, groups: list[dict[str, Any]]) -> tuple[float, float, int]:
