@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from checkpoint_convert.errors import CheckpointError
+from checkpoint_convert.families.experts import PREDICTION_LAYER_FIELDS
 from checkpoint_convert.hf import DTYPES, INDEX_FILE, SINGLE_FILE
 from checkpoint_convert.mapping import ParamMapping, hf_shapes
 
@@ -47,7 +48,8 @@ def export_hf(
         tensors: (HF name, tensor) pairs in any order, each tensor once, on any device; consumed one by one, so buffers
             may be reused after the next pair is asked for.
         source_dir: the folder that the model came from, for config.json, tokenizer and generation settings.
-        dtype: of every tensor written, and of config.json.
+        dtype: of every parameter written, and of config.json. Buffers (the router's `e_score_correction_bias`) are written
+            in float32, in which transformers keeps them whatever the model's dtype is.
 
     Returns:
         `out_dir`.
@@ -57,13 +59,14 @@ def export_hf(
             replaced. Nothing is published then.
     """
     expected = hf_shapes(mapping)
+    buffers = {name for entry in mapping.values() if entry.buffer for name in entry.hf}
     with HFWriter(out_dir, source_dir, dtype, max_shard_bytes) as writer:
         for name, tensor in tensors:
             if name not in expected:
                 raise CheckpointError(f"cannot export {name}: it is not a tensor of this model")
             if tuple(tensor.shape) != expected[name]:
                 raise CheckpointError(f"cannot export {name}: shape {tuple(tensor.shape)}, expected {expected[name]}")
-            writer.add(name, tensor)
+            writer.add(name, tensor, torch.float32 if name in buffers else dtype)
         missing = [name for name in expected if name not in writer.written]
         if missing:
             raise CheckpointError(
@@ -98,8 +101,8 @@ class HFWriter:
         self._shards = 0
         if dtype not in DTYPES.values():
             raise CheckpointError(f"cannot export as {dtype}: use {', '.join(str(known) for known in DTYPES.values())}")
-        self._config = _export_config(self.source_dir / "config.json", dtype)
-        _check_replaceable(self.out_dir, self.source_dir)
+        self._config = export_config(self.source_dir / "config.json", dtype)
+        check_replaceable(self.out_dir, self.source_dir)
         # One fixed name, so that what a killed run left behind is cleared by the next.
         self._temporary = self.out_dir.parent / f".{self.out_dir.name}.incomplete"
 
@@ -115,18 +118,19 @@ class HFWriter:
         finally:
             shutil.rmtree(self._temporary, ignore_errors=True)
 
-    def add(self, name: str, tensor: Tensor) -> None:
-        """Take a copy of `tensor` on the CPU, in the export dtype; write a shard when it is full.
+    def add(self, name: str, tensor: Tensor, dtype: torch.dtype | None = None) -> None:
+        """Take a copy of `tensor` on the CPU, in `dtype` (None: the export's); write a shard when it is full.
 
         Raises:
             CheckpointError: `name` was added before.
         """
         if name in self.written:
             raise CheckpointError(f"cannot export {name}: it was given twice")
-        size = tensor.numel() * self.dtype.itemsize
+        dtype = dtype or self.dtype
+        size = tensor.numel() * dtype.itemsize
         if self._shard and self._shard_bytes + size > self.max_shard_bytes:
             self._flush()
-        copy = torch.empty(tensor.shape, dtype=self.dtype, device="cpu")
+        copy = torch.empty(tensor.shape, dtype=dtype, device="cpu")
         copy.copy_(tensor.detach())
         self._shard[name] = copy
         self._shard_bytes += size
@@ -136,7 +140,7 @@ class HFWriter:
     def _flush(self) -> None:
         path = self._temporary / _part(self._shards)
         save_file(self._shard, path, metadata={"format": "pt"})
-        _sync(path)
+        sync(path)
         self._shards += 1
         self._shard = {}
         self._shard_bytes = 0
@@ -153,24 +157,26 @@ class HFWriter:
             (self._temporary / _part(number)).rename(self._temporary / file)
         if self._shards > 1:
             weight_map = {name: files[number] for name, number in self.written.items()}
-            _write_json(
+            write_json(
                 self._temporary / INDEX_FILE, {"metadata": {"total_size": self._total_bytes}, "weight_map": weight_map}
             )
-        _write_json(self._temporary / "config.json", self._config)
+        write_json(self._temporary / "config.json", self._config)
         # safetensors makes files that only their owner may read; give them the mode of any other new file.
         mode = (self._temporary / "config.json").stat().st_mode
         for file in files:
             (self._temporary / file).chmod(mode)
-        _copy_companions(self.source_dir, self._temporary)
-        _sync(self._temporary)
-        _publish(self._temporary, self.out_dir)
+        copy_companions(self.source_dir, self._temporary)
+        sync(self._temporary)
+        publish(self._temporary, self.out_dir)
 
 
 def _part(number: int) -> str:
     return f"part-{number:05d}.safetensors"
 
 
-def _export_config(path: Path, dtype: torch.dtype) -> dict[str, Any]:
+def export_config(path: Path, dtype: torch.dtype) -> dict[str, Any]:
+    """Read a config.json, with its dtype set to that of the tensors that are written and without the layers for multi-token
+    prediction, which are not."""
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -182,11 +188,14 @@ def _export_config(path: Path, dtype: torch.dtype) -> dict[str, Any]:
     if "torch_dtype" in config:
         config["torch_dtype"] = name
     config["dtype"] = name
+    for name in PREDICTION_LAYER_FIELDS & config.keys():
+        config[name] = 0
     config.pop("_name_or_path", None)
     return config
 
 
-def _check_replaceable(out_dir: Path, source_dir: Path) -> None:
+def check_replaceable(out_dir: Path, source_dir: Path) -> None:
+    """Refuse an `out_dir` that is or contains the source, or that holds anything but a HF model."""
     out, source = out_dir.resolve(), source_dir.resolve()
     if out == source or out in source.parents:
         raise CheckpointError(f"{out_dir}: the export would overwrite the model that it came from; name another folder")
@@ -198,7 +207,8 @@ def _check_replaceable(out_dir: Path, source_dir: Path) -> None:
         )
 
 
-def _copy_companions(source: Path, target: Path) -> None:
+def copy_companions(source: Path, target: Path, durable: bool = True) -> None:
+    """Copy what belongs to a model beside its weights and config.json; `durable` waits until it is on disk."""
     found = sorted({path for pattern in _COMPANIONS for path in source.glob(pattern)})
     for path in found:
         copy = target / path.name
@@ -207,26 +217,30 @@ def _copy_companions(source: Path, target: Path) -> None:
         else:
             shutil.copyfile(path, copy)
         for written in sorted(copy.rglob("*")) if copy.is_dir() else [copy]:
-            _sync(written)
+            if durable:
+                sync(written)
 
 
-def _publish(temporary: Path, out_dir: Path) -> None:
+def publish(temporary: Path, out_dir: Path, durable: bool = True) -> None:
     """Rename `temporary` to `out_dir`; an earlier folder there is moved aside first and deleted last."""
     old = out_dir.parent / f".{out_dir.name}.old"
     shutil.rmtree(old, ignore_errors=True)
     if out_dir.exists():
         out_dir.rename(old)
     temporary.rename(out_dir)
-    _sync(out_dir.parent)
+    if durable:
+        sync(out_dir.parent)
     shutil.rmtree(old, ignore_errors=True)
 
 
-def _write_json(path: Path, content: dict[str, Any]) -> None:
+def write_json(path: Path, content: dict[str, Any], durable: bool = True) -> None:
     path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    _sync(path)
+    if durable:
+        sync(path)
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Wait until a file or folder is on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

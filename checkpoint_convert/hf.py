@@ -29,11 +29,12 @@ _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Where a tensor lies, from the file's header. `dtype` is safetensors' name (`BF16`)."""
+    """Where a tensor lies, from the file's header. `dtype` is safetensors' name (`BF16`), `start` its first byte in the file."""
 
     file: Path
     shape: tuple[int, ...]
     dtype: str
+    start: int
 
 
 class HFReader:
@@ -174,12 +175,14 @@ def _read_header(path: Path, expected: list[str] | None) -> dict[str, TensorInfo
     try:
         header = json.loads(raw)
         entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
-        tensors = {
-            name: TensorInfo(path, tuple(int(size) for size in entry["shape"]), entry["dtype"])
-            for name, entry in entries.items()
-        }
         ranges = {
             name: (int(entry["data_offsets"][0]), int(entry["data_offsets"][1])) for name, entry in entries.items()
+        }
+        tensors = {
+            name: TensorInfo(
+                path, tuple(int(size) for size in entry["shape"]), entry["dtype"], 8 + length + ranges[name][0]
+            )
+            for name, entry in entries.items()
         }
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         raise CheckpointError(
