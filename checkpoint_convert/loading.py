@@ -9,6 +9,8 @@ Every rank reads only the tensors that it needs; the files are mapped, so ranks 
 
 from __future__ import annotations
 
+import functools
+import logging
 import re
 from collections.abc import Mapping
 
@@ -19,14 +21,21 @@ from checkpoint_convert.errors import CheckpointError
 from checkpoint_convert.hf import DTYPES, HFReader
 from checkpoint_convert.mapping import ParamMapping, expert_of, global_name, hf_shapes, layer_of
 
+logger = logging.getLogger(__name__)
+
 # Old checkpoints store the rotary frequencies, which config.json determines.
 _DERIVED = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
+# A layer beyond the model's last that joins hidden states and embeddings with this projection predicts further tokens.
+_HF_LAYER = re.compile(r"^model\.layers\.(\d+)\.")
+_PREDICTION_LAYER = "model.layers.{layer}.eh_proj.weight"
 _TIED_OUTPUT = "lm_head.weight"
 _EMBEDDING = "model.embed_tokens.weight"
 
 
 def check_checkpoint(reader: HFReader, mapping: Mapping[str, ParamMapping]) -> None:
     """Check that the folder holds exactly the mapping's tensors, with their shapes, in a float dtype.
+
+    Layers for multi-token prediction (DeepSeek-V3, GLM-4.5) may follow the model's own: they are ignored, with a warning.
 
     Reads headers only, except for a tied model whose files hold the output layer too: it must equal the embedding
     (transformers would not tie two that differ).
@@ -60,12 +69,16 @@ def check_checkpoint(reader: HFReader, mapping: Mapping[str, ParamMapping]) -> N
         for name in reader.names
         if name not in expected and not _DERIVED.search(name) and not (tied and name == _TIED_OUTPUT)
     ]
+    prediction = _prediction_layers(reader, mapping, extra)
+    extra = [name for name in extra if _hf_layer(name) not in prediction]
     if extra:
         problems.append(
             f"{reader.info(extra[0]).file}: tensor {_first_of(extra)} is not part of this model (see `architectures` in config.json)"
         )
     if problems:
         raise CheckpointError("\n".join(problems))
+    if prediction:
+        _warn_of_prediction_layers(str(reader.dir), tuple(sorted(prediction)))
     if tied and _TIED_OUTPUT in reader and not _identical(reader.tensor(_TIED_OUTPUT), reader.tensor(_EMBEDDING)):
         raise CheckpointError(
             f"{reader.info(_TIED_OUTPUT).file}: config.json ties the output layer to the embedding (tie_word_embeddings), but "
@@ -160,6 +173,28 @@ def load_parameters(
                 f"{rank} of {size} has {tuple(shard.shape)}"
             )
         parameter.copy_(shard)
+
+
+def _hf_layer(name: str) -> int:
+    """Layer number in a HF tensor name, -1 outside the layers."""
+    match = _HF_LAYER.match(name)
+    return int(match[1]) if match else -1
+
+
+def _prediction_layers(reader: HFReader, mapping: Mapping[str, ParamMapping], extra: list[str]) -> set[int]:
+    layers = 1 + max((layer for name in mapping if (layer := layer_of(name)) is not None), default=-1)
+    beyond = {layer for name in extra if (layer := _hf_layer(name)) >= layers}
+    return {layer for layer in beyond if _PREDICTION_LAYER.format(layer=layer) in reader}
+
+
+@functools.cache
+def _warn_of_prediction_layers(folder: str, layers: tuple[int, ...]) -> None:
+    """Once per folder and process."""
+    logger.warning(
+        "%s: layer %s predicts further tokens (MTP); it is neither trained nor exported",
+        folder,
+        ", ".join(map(str, layers)),
+    )
 
 
 def _identical(a: Tensor, b: Tensor) -> bool:

@@ -40,11 +40,11 @@ def read_rope(
 
     kinds = {name: block.get("rope_type", block.get("type", "default")) for name, block in blocks.items() if block}
     scaled = {name: kind for name, kind in kinds.items() if kind != "default"}
-    supported = ["default", "llama3", *(["yarn"] if family.yarn else [])]
     for name, kind in scaled.items():
-        if kind not in supported:
+        if kind not in family.rope_types:
             raise CheckpointError(
-                f"{path}: {name}.rope_type={kind!r} is not supported; supported are {', '.join(map(repr, supported))}"
+                f"{path}: {name}.rope_type={kind!r} is not supported; supported for {family.model_type} are "
+                f"{' and '.join(map(repr, family.rope_types))}"
             )
     for name, block in blocks.items():
         known = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}

@@ -17,19 +17,28 @@ VOCAB_SIZE = len(SPECIAL_TOKENS) + len(CHARACTERS)
 
 
 _HEADS = {"head_dim": 16}  # 4 heads x 16 = 64 != hidden
-_SPARSE = {"num_experts_per_tok": 2, "moe_intermediate_size": 40}
+_SPARSE = {"num_hidden_layers": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
+_SIGMOID = {**_SPARSE, "n_routed_experts": 8, "first_k_dense_replace": 1, "routed_scaling_factor": 2.5}
 # Name of the transformers classes without their endings, and what the toy differs in from the settings of `make_model`.
+# Those with experts have dense and sparse layers, except Mixtral; every width can be split over 4 ranks.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "deepseek_v3": (
+        "DeepseekV3",
+        {
+            **_SIGMOID, "num_key_value_heads": 4, "num_experts_per_tok": 4, "n_group": 4, "topk_group": 2, "n_shared_experts": 2,
+            "q_lora_rank": 24, "kv_lora_rank": 20, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 16,
+        },
+    ),
+    "gemma": ("Gemma", {**_HEADS, "tie_word_embeddings": True}),
+    "glm": ("Glm", _HEADS),
+    "glm4_moe": ("Glm4Moe", {**_HEADS, **_SIGMOID, "attention_bias": True, "use_qk_norm": True}),
     "llama": ("Llama", _HEADS),
+    "mistral": ("Mistral", {**_HEADS, "sliding_window": None}),
     "mixtral": ("Mixtral", {**_HEADS, "num_local_experts": 4, "num_experts_per_tok": 2}),
     "qwen2": ("Qwen2", {}),  # has no head_dim of its own
     "qwen3": ("Qwen3", _HEADS),
-    # Three layers, the middle one dense.
-    "qwen3_moe": (
-        "Qwen3Moe",
-        {**_HEADS, **_SPARSE, "num_hidden_layers": 3, "num_experts": 8, "mlp_only_layers": [1], "norm_topk_prob": True},
-    ),
-}
+    "qwen3_moe": ("Qwen3Moe", {**_HEADS, **_SPARSE, "num_experts": 8, "mlp_only_layers": [1], "norm_topk_prob": True}),
+}  # fmt: skip
 
 
 def make_tokenizer(directory: Path | str) -> int:
@@ -78,11 +87,11 @@ def make_model(
     """Write a random float32 model of `family` (a key of `FAMILIES`), with its tokenizer, into `directory`.
 
     Args:
-        tie: tie the output layer to the embedding.
+        tie: tie the output layer to the embedding; Gemma always does.
         seed: of the weights; two seeds give two different models of the same shape.
         tokenizer: also write the tokenizer of `make_tokenizer`.
         weight_scale: standard deviation of the weights; large enough that the policy is far from uniform and
-            that biases and norm weights (which transformers starts at 0 and 1) matter.
+            that biases (the router's among them) and norm weights, which transformers starts at 0 and 1, matter.
         overrides: fields of the transformers config class (for example `num_hidden_layers=4`).
 
     Returns:
@@ -121,7 +130,11 @@ def make_model(
     with torch.no_grad():
         for name, parameter in sorted(model.named_parameters()):
             noise = torch.randn(parameter.shape, generator=generator) * weight_scale
-            parameter.copy_(1.0 + 0.5 * noise if "norm" in name else noise)
+            # Gemma's norms scale by 1 + weight.
+            parameter.copy_(noise if "norm" not in name else 0.5 * noise + (0.0 if family == "gemma" else 1.0))
+        for name, buffer in sorted(model.named_buffers()):
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(torch.randn(buffer.shape, generator=generator) * weight_scale)
     model.save_pretrained(str(directory), safe_serialization=True)
     generation = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
     (directory / "generation_config.json").write_text(json.dumps(generation))

@@ -11,6 +11,9 @@ from checkpoint_convert.config_fields import Fields
 from checkpoint_convert.families.table import HFTensor, Param
 from checkpoint_convert.parts import MixtureOfExperts
 
+# How many layers for multi-token prediction follow the model's own; both names occur. They are neither trained nor exported.
+PREDICTION_LAYER_FIELDS = frozenset({"num_nextn_predict_layers", "num_mtp_layers"})
+
 
 def routed_experts(block: str, gate: str, up: str, down: str) -> tuple[Param, ...]:
     """Router and experts of a layer.

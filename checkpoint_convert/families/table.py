@@ -82,7 +82,7 @@ class Family:
         rope_theta: base of the rotary embedding where config.json has none.
         rotary_fraction: default of `partial_rotary_factor`, for HF classes that honour it; None: whole heads rotate.
         rotary_interleaved: neighbouring features form a rotary pair, not features half a head apart.
-        yarn: whether `rope_type: yarn` is supported.
+        rope_types: supported values of `rope_type`.
         activation: of the gated MLP.
         norm_offset: norms scale by 1 + weight.
         embedding_scale: of the embedding's output, as a function of hidden_size.
@@ -104,7 +104,7 @@ class Family:
     rope_theta: float = 10000.0
     rotary_fraction: float | None = None
     rotary_interleaved: bool = False
-    yarn: bool = False
+    rope_types: tuple[str, ...] = ("default", "llama3")
     activation: Literal["silu", "gelu_tanh"] = "silu"
     norm_offset: bool = False
     embedding_scale: Callable[[int], float] | None = None
