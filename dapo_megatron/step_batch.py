@@ -7,7 +7,7 @@ all ranks agree without communicating. Tokens and log-probs are read from the ob
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -18,8 +18,10 @@ from dapo_megatron.actor.actor import LossBatch
 from dapo_megatron.algorithm import advantage_estimator, estimate_advantages, token_weights
 from dapo_megatron.batching.pack import PackedBatch, pack
 from dapo_megatron.batching.plan import MiniBatch, plan_step
+from dapo_megatron.batching.routing import pack_routed_experts
 from dapo_megatron.config.sections import RunConfig
-from rollout_service.sample import Ticket
+from rollout_service.config import RoutingShape
+from rollout_service.sample import Ticket, routed_experts_of
 
 PackedGroup = dict[str, np.ndarray]
 
@@ -72,16 +74,23 @@ class StepBatch:
 
 
 def assemble(
-    ticket: Ticket, fetch: Callable[[list[Any]], list[PackedGroup]], config: RunConfig, *, dp_rank: int, dp_size: int
+    ticket: Ticket,
+    fetch: Callable[[list[Any]], list[PackedGroup]],
+    config: RunConfig,
+    *,
+    dp_rank: int,
+    dp_size: int,
+    routing: RoutingShape | None = None,
 ) -> StepBatch:
     """Plan the step and read this rank's samples.
 
     Args:
         ticket: scalars and object references of the step's groups.
         fetch: resolves references in order (`ray.get`).
+        routing: of the model's routed experts, for router replay; None leaves the engines' choices aside.
 
     Raises:
-        ValueError: a group in the store does not match its description in the ticket.
+        ValueError: a group in the store does not match its description in the ticket, or holds no expert choices for `routing`.
     """
     lengths = torch.from_numpy(np.concatenate([g.response_lengths for g in ticket.groups])).long()
     per_group = [len(g.response_lengths) for g in ticket.groups]
@@ -103,11 +112,15 @@ def assemble(
         config.rollout.n_samples_per_prompt,
         dp_size,
         config.max_micro_batch_tokens,
+        micro_batch_multiple=config.parallel.micro_batch_multiple,
     )
     groups = _fetch_share(ticket, plan, fetch, dp_rank, config.rollout.n_samples_per_prompt)
     weights = _weights(plan, torch.where(trained, lengths, 0), config)
     mini_batches = [
-        [_prepare(micro.samples, groups, advantages, weights, trained, config) for micro in mini.micro_batches[dp_rank]]
+        [
+            _prepare(micro.samples, groups, advantages, weights, trained, config, routing)
+            for micro in mini.micro_batches[dp_rank]
+        ]
         for mini in plan
     ]
     return StepBatch(
@@ -160,6 +173,7 @@ def _prepare(
     weights: Tensor,
     trained: Tensor,
     config: RunConfig,
+    routing: RoutingShape | None,
 ) -> PreparedMicroBatch:
     group_size = config.rollout.n_samples_per_prompt
     sequences, behaviour = [], [np.zeros(0, dtype=np.float32)]
@@ -173,6 +187,9 @@ def _prepare(
         pad_to_multiple=config.parallel.token_alignment,
         sequence_multiple=config.parallel.sequence_alignment,
     )
+    if routing is not None:
+        choices = [routed_experts_of(groups[s // group_size], s % group_size) for s in samples]
+        packed = replace(packed, routed_experts=pack_routed_experts(choices, packed.cu_seqlens, routing))
     of_row = torch.tensor(list(samples), dtype=torch.int64)[packed.sample_index]
     return PreparedMicroBatch(
         samples=list(samples),

@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from dapo_megatron.actor.actor import Actor, LossBatch, UpdateResult
+from dapo_megatron.config.routing import routing_shape
 from dapo_megatron.config.sections import RunConfig
 from dapo_megatron.observability.run_log import RunLog
 from dapo_megatron.platform import current_platform
@@ -98,7 +99,14 @@ class Trainer:
             ticket = self._next_ticket(step)
         with _timed(seconds, "assemble"):
             layout = self.actor.layout
-            batch = assemble(ticket, self.service.fetch, self.config, dp_rank=layout.dp_rank, dp_size=layout.dp_size)
+            batch = assemble(
+                ticket,
+                self.service.fetch,
+                self.config,
+                dp_rank=layout.dp_rank,
+                dp_size=layout.dp_size,
+                routing=routing_shape(self.actor.arch) if self.config.rollout.router_replay else None,
+            )
         with _timed(seconds, "old_log_prob"):
             old = self._old_logprobs(batch)
         ref: Iterator[Tensor | None] = repeat(None)

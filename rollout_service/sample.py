@@ -213,8 +213,10 @@ def routed_experts_of(packed: dict[str, np.ndarray], sample: int) -> np.ndarray:
     """Expert choices `[p + n - 1, moe_layers, top_k]` of one sample of a `pack_group` dictionary.
 
     Raises:
-        KeyError: the group was generated without router replay.
+        ValueError: the group was generated without router replay.
     """
+    if "routed_experts" not in packed:
+        raise ValueError("a group without expert choices, although rollout.router_replay is on")
     start, end = packed["offsets"][sample : sample + 2]
     shorter = len(packed["prompt_ids"]) - 1
     return packed["routed_experts"][start + sample * shorter : end + (sample + 1) * shorter]

@@ -28,6 +28,7 @@ from dapo_megatron.actor.optimizer import ActorOptimizer, StepResult
 from dapo_megatron.actor.policy_model import Scoring
 from dapo_megatron.actor.process_groups import Layout
 from dapo_megatron.actor.reference import ReferenceWeights
+from dapo_megatron.actor.router_replay import EngineRouting
 from dapo_megatron.actor.weights import load_hf_weights, mark_tensor_parallel
 from dapo_megatron.algorithm import Objective, TokenBatch
 from dapo_megatron.batching.context_parallel import context_shard
@@ -84,6 +85,8 @@ class Actor:
         self.expert_offset = layout.expert_offset(arch.moe.num_experts if arch.moe else 0)
         mark_tensor_parallel(self.chunks, self.mapping, self.expert_offset)
         self.optimizer = ActorOptimizer(config, self.chunks)
+        sequence = (layout.tp_rank, layout.tp_size) if config.parallel.sequence_parallel else (0, 1)
+        self._routing = EngineRouting(self.chunks, arch.moe, *sequence)
         self._objective = Objective(config.algorithm)
         self._reference: ReferenceWeights | None = None
         self._temperature = config.rollout.sampling.temperature
@@ -177,15 +180,16 @@ class Actor:
         if not batches:
             raise ValueError("no micro-batch: every rank needs at least one, an empty one included")
         chunks = len(self.chunks)
-        return get_forward_backward_func()(
-            forward_step_func=forward_step,
-            data_iterator=iter(batches) if chunks == 1 else [iter(batches) for _ in self.chunks],
-            model=self.chunks if chunks > 1 else self.chunks[0],
-            num_microbatches=len(batches),
-            seq_length=max(packed(batch).tokens.shape[1] for batch in batches),
-            micro_batch_size=1,
-            forward_only=forward_only,
-        )
+        with self._routing.schedule():
+            return get_forward_backward_func()(
+                forward_step_func=forward_step,
+                data_iterator=iter(batches) if chunks == 1 else [iter(batches) for _ in self.chunks],
+                model=self.chunks if chunks > 1 else self.chunks[0],
+                num_microbatches=len(batches),
+                seq_length=max(packed(batch).tokens.shape[1] for batch in batches),
+                micro_batch_size=1,
+                forward_only=forward_only,
+            )
 
     def _forward(self, packed: PackedBatch, model: torch.nn.Module, temperature: float) -> Any:
         """Hidden states, or on the last stage `(log-probs, entropies)`, float32 `[R]` each."""
@@ -207,9 +211,13 @@ class Actor:
             vocab_size=self.arch.vocab_size,
             chunk=self.config.trainer.logprob_chunk_tokens,
         )
-        output = model(
-            part.tokens.to(device), part.position_ids.to(device), None, packed_seq_params=params, scoring=scoring
-        )
+        experts = packed.routed_experts
+        if experts is not None and shard is not None:
+            experts = experts[shard.index]
+        with self._routing.micro_batch(model, experts):
+            output = model(
+                part.tokens.to(device), part.position_ids.to(device), None, packed_seq_params=params, scoring=scoring
+            )
         if shard is None or isinstance(output, Tensor):
             return output
         return tuple(_from_context_ranks(values, shard.order.to(device), packed.targets.numel()) for values in output)

@@ -27,9 +27,17 @@ from checkpoint_convert.parts import MixtureOfExperts
 
 @dataclass(slots=True)
 class _Router:
-    """One router with replay: its layer (from 0), its column among the layers with experts, entries put into its queue."""
+    """One router with replay.
+
+    Attributes:
+        layer: number from 0 in the whole model.
+        column: number among the layers with experts.
+        recomputed: whether activation recomputation may call the router again in the backward pass.
+        queued: choices put into its queue since the schedule began.
+    """
 
     replay: RouterReplay
+    device: torch.device
     layer: int
     column: int
     recomputed: bool
@@ -65,7 +73,8 @@ class EngineRouting:
                     recomputed = config.recompute_granularity == "full" or (
                         config.recompute_granularity == "selective" and "moe" in config.recompute_modules
                     )
-                    routers.append(_Router(module.router_replay, layer, sum(moe.moe_layers[:layer]), recomputed))
+                    column = sum(moe.moe_layers[:layer])
+                    routers.append(_Router(module.router_replay, module.weight.device, layer, column, recomputed))
 
     @contextmanager
     def micro_batch(self, chunk: torch.nn.Module, routed_experts: Tensor | None) -> Iterator[None]:
@@ -84,6 +93,8 @@ class EngineRouting:
                 raise ValueError(
                     "a micro-batch without expert choices after one with: recomputation could not tell them apart"
                 )
+            for router in routers:
+                router.replay.clear_router_replay_action()
             yield
             return
         rank, size = self._sequence
@@ -91,7 +102,7 @@ class EngineRouting:
             raise ValueError(f"{routed_experts.shape[0]} tokens cannot be split over {size} sequence-parallel ranks")
         mine = routed_experts.chunk(size)[rank]
         for router in routers:
-            target = mine[:, router.column].to(dtype=torch.int64, device=torch.cuda.current_device())
+            target = mine[:, router.column].to(dtype=torch.int64, device=router.device)
             if router.recomputed and torch.is_grad_enabled():
                 router.replay.set_target_indices(target)
                 router.queued += 1

@@ -107,6 +107,7 @@ def transformer_config(
     }
     if arch.moe is not None:
         settings |= _moe_settings(arch.moe, layout, fused)
+        settings["moe_enable_routing_replay"] = config.rollout.router_replay
     config_class = TransformerConfig
     if arch.latent_attention is not None:
         config_class = MLATransformerConfig

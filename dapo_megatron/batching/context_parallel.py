@@ -20,12 +20,14 @@ class ContextShard:
 
     Attributes:
         tokens, position_ids: int64 `[1, T / cp]`, sequence by sequence, the earlier piece first.
+        index: int64 `[T / cp]`, their places among the batch's T tokens.
         rows: int64 `[r]`, positions in this shard whose hidden states predict response tokens.
         order: int64 `[r]`, which of the batch's R response tokens each of them predicts; over all ranks a permutation of `0..R-1`.
     """
 
     tokens: Tensor
     position_ids: Tensor
+    index: Tensor
     rows: Tensor
     order: Tensor
 
@@ -52,5 +54,9 @@ def context_shard(packed: PackedBatch, cp_size: int, cp_rank: int) -> ContextSha
     local = place[packed.rows.cpu()]
     order = (local >= 0).nonzero()[:, 0]
     return ContextShard(
-        tokens=packed.tokens[:, index], position_ids=packed.position_ids[:, index], rows=local[order], order=order
+        tokens=packed.tokens[:, index],
+        position_ids=packed.position_ids[:, index],
+        index=index,
+        rows=local[order],
+        order=order,
     )

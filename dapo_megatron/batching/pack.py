@@ -24,6 +24,8 @@ class PackedBatch:
         targets: int64 `[R]`, the response tokens, in the order of the sequences.
         sample_index: int64 `[R]`, the sequence (0..n-1) that each row belongs to.
         max_seqlen: longest sequence by `cu_seqlens`.
+        routed_experts: uint8 or int16 `[T, moe_layers, top_k]`, experts that the engine sent the tokens to (`routing.py`); None: the model
+            chooses for itself.
     """
 
     tokens: Tensor
@@ -33,6 +35,7 @@ class PackedBatch:
     targets: Tensor
     sample_index: Tensor
     max_seqlen: int
+    routed_experts: Tensor | None = None
 
     def to(self, device: torch.device | str) -> PackedBatch:
         """The same batch with every tensor on `device`."""
@@ -44,6 +47,7 @@ class PackedBatch:
             targets=self.targets.to(device, non_blocking=True),
             sample_index=self.sample_index.to(device, non_blocking=True),
             max_seqlen=self.max_seqlen,
+            routed_experts=None if self.routed_experts is None else self.routed_experts.to(device, non_blocking=True),
         )
 
 

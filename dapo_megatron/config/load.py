@@ -19,9 +19,11 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
+from checkpoint_convert.architecture import read_architecture
 from dapo_megatron.config.errors import ConfigError
 from dapo_megatron.config.passthrough import check_passthrough
 from dapo_megatron.config.reference import find_key, iter_keys, nearest_key
+from dapo_megatron.config.routing import routing_shape
 from dapo_megatron.config.sections import RunConfig
 from rollout_service.config import ServiceSettings
 
@@ -93,7 +95,11 @@ def to_yaml(config: RunConfig) -> str:
 
 
 def service_settings(config: RunConfig, run_dir: Path) -> ServiceSettings:
-    """What the rollout service needs of a configuration, in one piece."""
+    """What the rollout service needs of a configuration, in one piece.
+
+    Raises:
+        CheckpointError: router replay, and a model folder whose config.json cannot be read.
+    """
     return ServiceSettings(
         run_name=config.run.name,
         run_dir=str(run_dir.resolve()),
@@ -106,6 +112,7 @@ def service_settings(config: RunConfig, run_dir: Path) -> ServiceSettings:
         evaluation=config.evaluation,
         ray=config.ray,
         sglang=dict(config.sglang),
+        routing=routing_shape(read_architecture(config.model.path)) if config.rollout.router_replay else None,
     )
 
 

@@ -24,6 +24,7 @@ _MEGATRON_OWNED = {
     "expert_model_parallel_size": "parallel.expert_model_parallel_size",
     "expert_tensor_parallel_size": "parallel.expert_tensor_parallel_size",
     "sequence_parallel": "parallel.sequence_parallel",
+    "moe_enable_routing_replay": "rollout.router_replay",
     "params_dtype": "model.dtype",
     "pipeline_dtype": "model.dtype",
     "bf16": "model.dtype",
@@ -62,6 +63,7 @@ _SGLANG_OWNED = {
     "dtype": "rollout.engine.dtype",
     "max_running_requests": "rollout.engine.max_running_requests",
     "random_seed": "run.seed",
+    "enable_return_routed_experts": "rollout.router_replay",
 }
 _SGLANG_FIXED = {
     "port": "each engine gets a free port",

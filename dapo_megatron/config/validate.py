@@ -12,6 +12,7 @@ from checkpoint_convert.errors import CheckpointError
 from dapo_megatron.config.algorithm_section import is_import_path
 from dapo_megatron.config.errors import ConfigError
 from dapo_megatron.config.passthrough import megatron_fields, sglang_fields
+from dapo_megatron.config.routing import router_replay_problems
 from dapo_megatron.config.sections import RunConfig
 from rollout_service.prompts import DataError, check_files
 from rollout_service.rewards.launch_check import check_custom_rules
@@ -74,6 +75,7 @@ def check_layout(config: RunConfig, arch: ModelArchitecture) -> list[str]:
             problems.append(f"{key}={size} {problem}; possible sizes: {', '.join(map(str, fits))}")
     problems += _stage_problems(config, arch)
     problems += _expert_problems(config, arch)
+    problems += router_replay_problems(config, arch)
     if config.parallel.context_parallel_size > 1 and importlib.util.find_spec("transformer_engine") is None:
         problems.append(
             f"parallel.context_parallel_size={config.parallel.context_parallel_size} needs Transformer Engine, which is not installed; "
