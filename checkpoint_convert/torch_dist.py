@@ -104,9 +104,7 @@ class TorchDistReader:
         found = []
         for piece in stored.pieces:
             low = [max(a, b) for a, b in zip(piece.offsets, offsets, strict=True)]
-            high = [
-                min(a + m, b + n) for a, m, b, n in zip(piece.offsets, piece.sizes, offsets, sizes, strict=True)
-            ]
+            high = [min(a + m, b + n) for a, m, b, n in zip(piece.offsets, piece.sizes, offsets, sizes, strict=True)]
             if all(a < b for a, b in zip(low, high, strict=True)):
                 found.append((piece, low, high))
         covered = sum(math.prod(b - a for a, b in zip(low, high, strict=True)) for _, low, high in found)
@@ -115,9 +113,7 @@ class TorchDistReader:
                 f"{self.folder}: {key}: its pieces hold {covered} of the {math.prod(sizes)} elements from {list(offsets)} on; "
                 "the checkpoint is not complete"
             )
-        parts = [
-            (low, _narrowed(self._record(stored, piece), piece.offsets, low, high)) for piece, low, high in found
-        ]
+        parts = [(low, _narrowed(self._record(stored, piece), piece.offsets, low, high)) for piece, low, high in found]
         if len(parts) == 1:
             return parts[0][1]
         whole = torch.empty(tuple(sizes), dtype=stored.dtype)
@@ -142,8 +138,11 @@ class TorchDistReader:
             if isinstance(error, CheckpointError):
                 raise
             raise CheckpointError(f"{where} is corrupt: {type(error).__name__}: {error}") from error
-        if layout.sizes != piece.sizes or info.file_size < layout.storage.elements * layout.storage.dtype.itemsize:
+        if layout.sizes != piece.sizes:
             raise CheckpointError(f"{where} has shape {layout.sizes}, the index says {piece.sizes}")
+        last = layout.offset + sum((n - 1) * step for n, step in zip(layout.sizes, layout.strides, strict=True))
+        if last >= layout.storage.elements or info.file_size < layout.storage.elements * layout.storage.dtype.itemsize:
+            raise CheckpointError(f"{where} is corrupt: {info.file_size} bytes do not hold shape {layout.sizes}")
         header = piece.start + info.header_offset
         name, extra = struct.unpack("<HH", mapped[header + 26 : header + 30])
         data = self._files.tensor(
