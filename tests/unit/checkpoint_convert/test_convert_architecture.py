@@ -79,14 +79,17 @@ def test_absent_fields_take_the_defaults_of_the_hf_class(tmp_path: Path) -> None
     assert (arch.head_dim, arch.qk_norm, arch.qkv_bias) == (128, True, False)
 
 
-def test_defaults_are_those_of_the_installed_transformers(model_folder: Any) -> None:
-    model_folder("llama")  # makes transformers importable
-    from transformers import LlamaConfig, Qwen2Config, Qwen3Config
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_defaults_are_those_of_the_installed_transformers(model_type: str) -> None:
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    for config_class in (LlamaConfig, Qwen2Config, Qwen3Config):
-        family = FAMILIES[config_class.model_type]
-        for name, value in family.defaults.items():
-            assert getattr(config_class, name, None) == value, name
+    config_class, family = CONFIG_MAPPING[model_type], FAMILIES[model_type]
+    for name, value in family.defaults.items():
+        assert getattr(config_class, name, None) == value, name
+    assert config_class.default_theta == family.rope_theta
+    rope = config_class().rope_parameters
+    assert rope["rope_theta"] == family.rope_theta
+    assert rope.get("partial_rotary_factor") == family.rotary_fraction
 
 
 def test_old_and_new_rotary_spelling_give_the_same_architecture(tmp_path: Path) -> None:

@@ -29,7 +29,8 @@ def stream(folder: Path, mapping: dict[str, ParamMapping], tp: int = 2) -> Itera
     with HFReader(folder) as reader:
         for name, entry in mapping.items():
             if not entry.tied_copy:
-                for hf_name, tensor in entry.merge([load_shard(reader, mapping, name, rank, tp) for rank in range(tp)]):
+                shards = [load_shard(reader, mapping, name, r, tp, etp_rank=r, etp_size=tp) for r in range(tp)]
+                for hf_name, tensor in entry.merge(shards):
                     yield hf_name, tensor
                     tensor.fill_(float("nan"))
 
@@ -95,6 +96,24 @@ def test_config_names_the_dtype_of_the_tensors(
     original = load_file(source / "model.safetensors")
     assert all(torch.equal(tensors[name], original[name].to(dtype)) for name in original)
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").dtype == dtype
+
+
+def test_the_selection_bias_stays_float32_and_prediction_layers_are_gone(
+    model_folder: ModelFolder, tmp_path: Path
+) -> None:
+    source = model_folder("deepseek_v3")
+    assert json.loads((source / "config.json").read_text())["num_nextn_predict_layers"] == 1
+    mapping = mapping_of(source)
+    out = export_hf(mapping, stream(source, mapping), tmp_path / "out", source, torch.bfloat16)
+    assert json.loads((out / "config.json").read_text())["num_nextn_predict_layers"] == 0
+    original, written = load_file(source / "model.safetensors"), load_file(out / "model.safetensors")
+    bias = {name for name in original if name.endswith("e_score_correction_bias")}
+    assert len(bias) == 2
+    assert {name for name, tensor in written.items() if tensor.dtype == torch.float32} == bias
+    assert all(torch.equal(written[name], original[name]) for name in bias)
+    # transformers keeps it in float32, too.
+    model = load_model(out)
+    assert all(torch.equal(model.state_dict()[name], original[name]) for name in bias)
 
 
 def test_tokenizer_template_and_generation_files_go_along(model_folder: ModelFolder, tmp_path: Path) -> None:

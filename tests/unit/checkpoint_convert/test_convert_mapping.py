@@ -75,7 +75,7 @@ def test_hf_to_shards_to_hf_is_bit_for_bit(model_folder: ModelFolder, variant: s
     with HFReader(folder) as reader:
         check_checkpoint(reader, mapping)
         for name, entry in mapping.items():
-            shards = [load_shard(reader, mapping, name, rank, tp) for rank in range(tp)]
+            shards = [load_shard(reader, mapping, name, rank, tp, etp_rank=rank, etp_size=tp) for rank in range(tp)]
             assert {tuple(shard.shape) for shard in shards} == {entry.shard_shape(tp)}
             for hf_name, tensor in entry.merge(shards):
                 assert torch.equal(tensor, reader.tensor(hf_name)), hf_name

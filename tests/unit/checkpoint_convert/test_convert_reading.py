@@ -191,6 +191,26 @@ def test_a_folder_without_safetensors_is_refused(tmp_path: Path) -> None:
         HFReader(tmp_path)
 
 
+def test_a_layer_for_multi_token_prediction_is_ignored_and_said_so_once(
+    copy: Callable[[str], Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = copy("deepseek_v3")
+    # As in the published folders: a decoder layer after the last, with its own embedding and a projection of both inputs.
+    beyond = {
+        f"model.layers.3.{name}.weight": torch.zeros(4) for name in ("enorm", "eh_proj", "mlp.gate", "embed_tokens")
+    }
+    rewrite(folder, lambda tensors: tensors.update(beyond))
+    for _ in range(2):
+        check(folder)
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{folder}: layer 3 predicts further tokens (MTP); it is neither trained nor exported"
+    ]
+    # Any other layer too many stays an error.
+    rewrite(folder, lambda tensors: tensors.update({"model.layers.4.mlp.gate.weight": torch.zeros(4)}))
+    with pytest.raises(CheckpointError, match=r"tensor model\.layers\.4\.mlp\.gate\.weight is not part of this model"):
+        check(folder)
+
+
 @pytest.mark.parametrize("tp_rank", [0, 1])
 def test_a_stage_is_filled_in_place_in_its_own_dtype(model_folder: ModelFolder, tp_rank: int) -> None:
     folder = model_folder("qwen2")

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from checkpoint_convert.rules import QKV, Column, Copy, GatedMLP, Row, Rule, Vocab
+from checkpoint_convert.rules import QKV, Column, Copy, FusedGatedMLP, GatedMLP, Row, Rule, Vocab
 
 small = st.integers(1, 5)
 trailing = st.lists(st.integers(1, 4), max_size=1)  # weights have an input dimension, biases none
@@ -66,6 +66,18 @@ def test_gated_mlp_round_trip_and_layout(tp: int, rows: int, rest: list[int], dt
     for rank, shard in enumerate(shards):
         assert same_bits(shard[:rows], gate[rank * rows : (rank + 1) * rows])
         assert same_bits(shard[rows:], up[rank * rows : (rank + 1) * rows])
+
+
+@settings(deadline=None)
+@given(tp=small, rows=small, rest=trailing, dtype=dtypes)
+def test_a_fused_gate_and_up_projection_splits_like_two(
+    tp: int, rows: int, rest: list[int], dtype: torch.dtype
+) -> None:
+    fused = random_bits((2 * tp * rows, *rest), dtype)
+    shards = check_round_trip(FusedGatedMLP(), [fused], tp)
+    apart = [fused[: tp * rows], fused[tp * rows :]]
+    for rank, shard in enumerate(shards):
+        assert same_bits(shard, GatedMLP().split(apart, rank, tp))
 
 
 @settings(deadline=None)
