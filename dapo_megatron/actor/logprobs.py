@@ -7,6 +7,7 @@ small all-reduces combine them. `linear_logprobs` does not even hold its own sli
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -128,8 +129,8 @@ class _LinearLogprobs(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: FunctionCtx,
+    def forward(
+        ctx: Any,
         hidden: Tensor,
         weight: Tensor,
         targets: Tensor,
@@ -139,7 +140,7 @@ class _LinearLogprobs(torch.autograd.Function):
         chunk: int,
         group: dist.ProcessGroup | None,
     ) -> tuple[Tensor, Tensor]:
-        ctx.set_materialize_grads(False)  # type: ignore[attr-defined]
+        ctx.set_materialize_grads(False)
         # Rows of the weight that only pad the vocabulary to a multiple of TP are not tokens: leave them out.
         valid = max(0, min(vocab_size - vocab_start, weight.shape[0]))
         local_target = targets - vocab_start
@@ -163,12 +164,12 @@ class _LinearLogprobs(torch.autograd.Function):
                     old_total, old_weighted = _shifted(total[part], weighted[part], top[part] - both)
                     peak, block_total, block_weighted = both, block_total + old_total, block_weighted + old_weighted
                 top[part], total[part], weighted[part] = peak, block_total, block_weighted
-        owned = (local_target >= 0) & (local_target < valid)
         if group is not None and group.size() > 1 and n:
             local_top = top.clone()
             dist.all_reduce(top, op=dist.ReduceOp.MAX, group=group)
             if valid:
                 total, weighted = _shifted(total, weighted, local_top - top)
+            owned = (local_target >= 0) & (local_target < valid)
             sums = torch.stack((total, weighted, torch.where(owned, target_logit - top, 0.0)))
             dist.all_reduce(sums, group=group)
             total, weighted, target_d = sums
@@ -176,28 +177,28 @@ class _LinearLogprobs(torch.autograd.Function):
             target_d = target_logit - top
         mean_d = weighted / total
         log_total = total.log()
-        if any(ctx.needs_input_grad):  # type: ignore[attr-defined]
-            ctx.save_for_backward(hidden, weight, local_target, top, total, mean_d)  # type: ignore[attr-defined]
-            ctx.temperature, ctx.valid, ctx.chunk = temperature, valid, chunk  # type: ignore[attr-defined]
-        return target_d - log_total, log_total - mean_d
+        if any(ctx.needs_input_grad):
+            ctx.save_for_backward(hidden, weight, local_target, top, total, mean_d)
+            ctx.temperature, ctx.valid, ctx.chunk = temperature, valid, chunk
+        # An id that no rank has would pass for one whose logit is the maximum: make it visible.
+        known = (targets >= 0) & (targets < vocab_size)
+        return torch.where(known, target_d - log_total, float("nan")), log_total - mean_d
 
     @staticmethod
     @once_differentiable
-    def backward(  # type: ignore[override]
-        ctx: FunctionCtx, grad_logprobs: Tensor | None, grad_entropy: Tensor | None
-    ) -> tuple[Tensor | None, ...]:
-        hidden, weight, local_target, top, total, mean_d = ctx.saved_tensors  # type: ignore[attr-defined]
-        needs_hidden, needs_weight = ctx.needs_input_grad[:2]  # type: ignore[attr-defined]
-        tiles = _Tiles(hidden, weight, ctx.temperature, ctx.valid, ctx.chunk)  # type: ignore[attr-defined]
+    def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden, weight, local_target, top, total, mean_d = ctx.saved_tensors
+        needs_hidden, needs_weight = ctx.needs_input_grad[:2]
+        tiles = _Tiles(hidden, weight, ctx.temperature, ctx.valid, ctx.chunk)
         grad_hidden = torch.zeros_like(hidden, dtype=tiles.dtype) if needs_hidden else None
         grad_weight = torch.empty_like(weight) if needs_weight else None
         if grad_weight is not None:
             grad_weight[ctx.valid if len(hidden) else 0 :] = 0
         # d logprob / d logit = onehot - p;  d entropy / d logit = -p (log p + H), where log p + H = d - mean d.
-        at_target = torch.zeros_like(top) if grad_logprobs is None else grad_logprobs / ctx.temperature  # type: ignore[attr-defined]
+        at_target = torch.zeros_like(top) if grad_logprobs is None else grad_logprobs / ctx.temperature
         factor = -at_target / total
         if grad_entropy is not None:
-            slope = grad_entropy / (-ctx.temperature * total)  # type: ignore[attr-defined]
+            slope = grad_entropy / (-ctx.temperature * total)
             factor = factor - slope * mean_d
         for columns in tiles.columns():
             block = None if grad_weight is None else tiles.sum_of_rows(grad_weight[columns])
@@ -238,8 +239,8 @@ class _Tiles:
         self._memory: dict[str, Tensor] = {}
 
     def columns(self) -> Iterator[slice]:
-        """Blocks of the vocabulary; none if there is no row."""
-        if self._height:
+        """Blocks of the vocabulary; none if there is no row, or no token in this slice."""
+        if self._height and self._width:
             yield from (slice(i, min(i + self._width, self._valid)) for i in range(0, self._valid, self._width))
 
     def rows(self) -> Iterator[slice]:
@@ -313,6 +314,21 @@ def linear_logprobs(
     tp_group: dist.ProcessGroup | None = None,
     chunk: int = 1024,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probability of `targets[i]` and the entropy at row i under softmax(hidden[i] @ weight.T / temperature)."""
+    """Log-probability of `targets[i]`, and the entropy there, under softmax(hidden[i] @ weight.T / temperature).
+
+    Args:
+        hidden: `[R, h]`, the same on all ranks of `tp_group`, with R = 0 allowed; any float dtype, taken to the weight's.
+        weight: `[V / tp, h]`, this rank's slice of the output layer with a padded vocabulary. Logits have its dtype, as
+            those of a plain linear layer; what follows is float32.
+        targets: int64 `[R]`, global token ids. The log-probability of an id outside of `vocab_size` is NaN.
+        temperature: above 0.
+        vocab_size: true vocabulary; padding rows of the weight beyond it take no probability and no gradient.
+        chunk: logits exist for at most this many rows at a time, in the forward and in the backward pass.
+
+    Returns:
+        Two float32 `[R]` tensors (float64 under a float64 weight), equal on all ranks of `tp_group`, both differentiable
+        with respect to `hidden` and `weight`. The gradient of `hidden` is this rank's share, from its slice of the
+        vocabulary: the caller adds it up over `tp_group`. That of `weight` is summed in float32 and has its dtype.
+    """
     vocab_start = tp_rank * weight.shape[0]
     return _LinearLogprobs.apply(hidden, weight, targets, temperature, vocab_start, vocab_size, chunk, tp_group)
