@@ -3,8 +3,10 @@
 Every rank derives the same plan from the lengths in the ticket, without communicating: integer arithmetic only, ties broken by
 index. Samples are indexed group-major, `index = group * samples_per_group + sample`.
 
-Balance is worth having because the ranks meet at the end of each mini-batch: the slowest decides. Samples go, costliest first, to the
-least loaded rank, which is within 4/3 of the optimum (Graham 1969), and again so to the micro-batches of a rank.
+Ranks meet at the end of each mini-batch, so the slowest decides: first the samples of a mini-batch are divided among the ranks by
+estimated cost. Then each rank packs its own into micro-batches of at most `max_tokens`. These should cost the same within
+a rank, because a pipeline waits for its largest micro-batch; and the k-th should cost the same on all ranks, because
+under expert parallelism the ranks meet in every one of them.
 """
 
 from __future__ import annotations
@@ -12,9 +14,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-# A layer of hidden size h spends about 24 h^2 FLOPs per token in matrix products and 4 h L in attention over L tokens, so the
-# quadratic part catches up at L = 6 h. 24576 is 6 h for h = 4096 (a 7B model); the plan is not sensitive to it.
-ATTENTION_BREAK_EVEN_TOKENS = 24576
+from dapo_megatron.batching.cost import CostModel
+from dapo_megatron.batching.partition import Parts, best_fit, even_out, spread
+
+# Samples are exchanged between ranks until the costliest exceeds the best possible by less than one part in this many (0.05%).
+BALANCED = 2000
+# Where the token budget is in the way of balance, one in this many (0.4%) is accepted; beyond that another micro-batch is the lesser evil.
+ACCEPTED = 250
+# Percent of the mean cost of a rank at which a sample may get a rank to itself.
+NEARLY_A_SHARE = 97
+# Micro-batches are aligned over ranks if lock step over them gets shorter by one part in this many (1%).
+WORTH_ALIGNING = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,11 +46,6 @@ class MiniBatch:
         return sorted(s for rank in self.micro_batches for micro_batch in rank for s in micro_batch.samples)
 
 
-def estimated_cost(length: int) -> int:
-    """Relative cost of a sequence of `length` tokens, linear plus quadratic part, as an exact integer."""
-    return length * (ATTENTION_BREAK_EVEN_TOKENS + length)
-
-
 def plan_step(
     prompt_lengths: Sequence[int],
     response_lengths: Sequence[int],
@@ -48,11 +53,16 @@ def plan_step(
     samples_per_group: int,
     dp_size: int,
     max_tokens: int,
+    *,
+    cost_model: CostModel | None = None,
+    micro_batch_multiple: int = 1,
 ) -> list[MiniBatch]:
     """Split a step into mini-batches of whole groups, and these into token-budgeted micro-batches on each rank.
 
-    Groups keep their order: mini-batch m holds groups `[m * groups_per_mini_batch, (m + 1) * groups_per_mini_batch)`. All ranks get the same number of micro-batches in
-    a mini-batch, because Megatron's schedules and collectives must run in step; a rank short of samples gets empty ones at its end.
+    Groups keep their order: mini-batch m holds groups `[m * groups_per_mini_batch, (m + 1) * groups_per_mini_batch)`. All ranks get the
+    same number of micro-batches in a mini-batch, because Megatron's schedules and collectives must run in step. It is the smallest that
+    the budget allows and that leaves the ranks balanced, rounded up to `micro_batch_multiple`. A rank's micro-batches come costliest
+    first; a rank with fewer samples than micro-batches gets empty ones at its end.
 
     Args:
         prompt_lengths: tokens of the prompt of each *sample* (repeated within a group), `[N]`.
@@ -61,6 +71,8 @@ def plan_step(
         samples_per_group: G.
         dp_size: data-parallel ranks.
         max_tokens: most tokens (prompts and responses) in a micro-batch, before padding.
+        cost_model: what a sequence costs; None is `CostModel()`.
+        micro_batch_multiple: the number of micro-batches is a multiple of this (the pipeline size with virtual stages).
 
     Raises:
         ValueError: counts do not divide, or a sample alone exceeds the budget.
@@ -70,12 +82,13 @@ def plan_step(
         raise ValueError(
             f"{len(prompt_lengths)} prompt lengths but {n} response lengths; give one prompt length per sample"
         )
-    if groups_per_mini_batch < 1 or samples_per_group < 1 or dp_size < 1:
+    if min(groups_per_mini_batch, samples_per_group, dp_size, micro_batch_multiple) < 1:
         raise ValueError(
-            f"groups_per_mini_batch={groups_per_mini_batch}, samples_per_group={samples_per_group} and dp_size={dp_size} must be positive"
+            f"groups_per_mini_batch={groups_per_mini_batch}, samples_per_group={samples_per_group}, dp_size={dp_size} and "
+            f"micro_batch_multiple={micro_batch_multiple} must be positive"
         )
-    size = groups_per_mini_batch * samples_per_group
-    if n % size:
+    mini_batch_size = groups_per_mini_batch * samples_per_group
+    if n % mini_batch_size:
         raise ValueError(
             f"{n} samples do not split into mini-batches of {groups_per_mini_batch} groups x {samples_per_group} samples"
         )
@@ -85,68 +98,109 @@ def plan_step(
             raise ValueError(
                 f"sample {index} has {length} tokens, more than a micro-batch may hold ({max_tokens}); raise trainer.max_tokens_per_gpu"
             )
-    return [_plan_mini_batch(range(start, start + size), lengths, dp_size, max_tokens) for start in range(0, n, size)]
+    planner = _Planner(lengths, cost_model or CostModel(), dp_size, max_tokens, micro_batch_multiple)
+    return [planner.mini_batch(range(start, start + mini_batch_size)) for start in range(0, n, mini_batch_size)]
 
 
-def _plan_mini_batch(samples: range, lengths: list[int], dp_size: int, max_tokens: int) -> MiniBatch:
-    per_rank = _spread(samples, lengths, dp_size)
-    first_fit = [_first_fit(rank, lengths, max_tokens) for rank in per_rank]
-    count = max(len(bins) for bins in first_fit)
-    plans = []
-    for rank, bins in zip(per_rank, first_fit, strict=True):
-        filled = _spread_within_budget(rank, lengths, count, max_tokens)
-        if filled is None:
-            # Balancing got stuck on the budget; first-fit is known to fit. Keep it and leave the rest empty.
-            filled = bins + [[] for _ in range(count - len(bins))]
-        # Costliest first: a micro-batch that does not fit into memory fails at once, and the empty ones come last.
-        filled.sort(key=lambda b: (-sum(estimated_cost(lengths[s]) for s in b), b))
-        plans.append([MicroBatch(sorted(b)) for b in filled])
-    return MiniBatch(plans)
+class _Planner:
+    """Plans the mini-batches of one step. A division is the list of samples of each part (`Parts`)."""
 
+    def __init__(self, lengths: list[int], cost_model: CostModel, dp_size: int, max_tokens: int, multiple: int) -> None:
+        self.lengths = lengths
+        self.costs = [cost_model(length) for length in lengths]
+        self.dp_size = dp_size
+        self.max_tokens = max_tokens
+        self.multiple = multiple
 
-def _costliest_first(samples: Sequence[int], lengths: list[int]) -> list[int]:
-    return sorted(samples, key=lambda s: (-lengths[s], s))
+    def mini_batch(self, samples: Sequence[int]) -> MiniBatch:
+        samples = sorted(samples, key=lambda s: (-self.lengths[s], s))
+        # No division does better than the mean of the ranks, nor than the costliest sample.
+        least = max(-(-sum(self.costs[s] for s in samples) // self.dp_size), self.costs[samples[0]])
+        accepted = least // ACCEPTED
+        anywhere: Parts | None = None
+        count = self._fewest(samples)
+        while True:
+            ranks = self._divide(samples, count * self.max_tokens, least)
+            if ranks is None or self._highest(ranks) > least + accepted:
+                anywhere = anywhere or self._divide(samples, sum(self.lengths[s] for s in samples), least)
+                assert anywhere is not None, "every rank has room for all samples"
+                if ranks is None or self._highest(ranks) > self._highest(anywhere) + accepted:
+                    ranks = anywhere
+            packed = [self._pack(rank, count) for rank in ranks]
+            needed = max(len(parts) for parts in packed)
+            if needed <= count:
+                return MiniBatch(
+                    [[MicroBatch(sorted(part)) for part in parts] for parts in self._align(ranks, packed, least)]
+                )
+            count = self._round_up(needed)
 
+    def _fewest(self, samples: Sequence[int]) -> int:
+        """A number of micro-batches that no plan can go below."""
+        by_tokens = -(-sum(self.lengths[s] for s in samples) // (self.dp_size * self.max_tokens))
+        # Two samples above half the budget never share a micro-batch.
+        by_large = -(-sum(2 * self.lengths[s] > self.max_tokens for s in samples) // self.dp_size)
+        return self._round_up(max(1, by_tokens, by_large))
 
-def _spread(samples: Sequence[int], lengths: list[int], bins: int) -> list[list[int]]:
-    """Each sample, costliest first, to the bin with the least cost (then the fewest samples, then the lowest index)."""
-    content: list[list[int]] = [[] for _ in range(bins)]
-    cost = [0] * bins
-    for s in _costliest_first(samples, lengths):
-        target = min(range(bins), key=lambda b: (cost[b], len(content[b]), b))
-        content[target].append(s)
-        cost[target] += estimated_cost(lengths[s])
-    return content
+    def _round_up(self, count: int) -> int:
+        return -(-count // self.multiple) * self.multiple
 
+    def _divide(self, samples: Sequence[int], room: int, least: int) -> Parts | None:
+        """Samples, longest first, over the ranks, each of at most `room` tokens; None if that got stuck."""
+        ranks = self._even_ranks(samples, self.dp_size, room, least)
+        if ranks is None or self._highest(ranks) <= least + least // ACCEPTED:
+            return ranks
+        # Beside samples of nearly a mean rank's cost only the very shortest would fit. Leave these ranks so; the others share the rest.
+        alone, left = 0, sum(self.costs[s] for s in samples)
+        while alone < min(self.dp_size, len(samples)) - 1:
+            longest = self.costs[samples[alone]]
+            if longest * (self.dp_size - alone) * 100 < left * NEARLY_A_SHARE:
+                break
+            alone, left = alone + 1, left - longest
+        others = self._even_ranks(samples[alone:], self.dp_size - alone, room, least) if alone else None
+        if others is None or self._highest(others) >= self._highest(ranks):
+            return ranks
+        return [[sample] for sample in samples[:alone]] + others
 
-def _first_fit(samples: Sequence[int], lengths: list[int], max_tokens: int) -> list[list[int]]:
-    """First-fit decreasing bin packing: close to the fewest bins within the budget."""
-    content: list[list[int]] = []
-    room: list[int] = []
-    for s in _costliest_first(samples, lengths):
-        target = next((b for b, free in enumerate(room) if free >= lengths[s]), None)
-        if target is None:
-            content.append([])
-            room.append(max_tokens)
-            target = len(room) - 1
-        content[target].append(s)
-        room[target] -= lengths[s]
-    return content
+    def _even_ranks(self, samples: Sequence[int], ranks: int, room: int, least: int) -> Parts | None:
+        parts = spread(samples, self.lengths, self.costs, ranks, room)
+        return parts and even_out(parts, self.lengths, self.costs, room, least + least // BALANCED)
 
+    def _pack(self, rank: Sequence[int], count: int, offsets: Sequence[int] = ()) -> Parts:
+        """One rank's samples, longest first, in micro-batches, costliest first: `count` of them, or more if these do not do.
 
-def _spread_within_budget(
-    samples: Sequence[int], lengths: list[int], bins: int, max_tokens: int
-) -> list[list[int]] | None:
-    """As `_spread`, among the bins that still have room; None if a sample finds no room."""
-    content: list[list[int]] = [[] for _ in range(bins)]
-    cost = [0] * bins
-    room = [max_tokens] * bins
-    for s in _costliest_first(samples, lengths):
-        fitting = [b for b in range(bins) if room[b] >= lengths[s]]
-        if not fitting:
-            return None
-        target = min(fitting, key=lambda b: (cost[b], len(content[b]), b))
-        content[target].append(s)
-        cost[target] += estimated_cost(lengths[s])
-        room[target] -= lengths[s]
-    return content
+        The fuller they must be, the less is left to choose: balanced cost if possible, balanced tokens otherwise, else just packed.
+        """
+        parts = spread(rank, self.lengths, self.costs, count, self.max_tokens, offsets)
+        if parts is None:
+            parts = spread(rank, self.lengths, self.lengths, count, self.max_tokens)
+        if parts is None:
+            parts = best_fit(rank, self.lengths, self.max_tokens)
+            parts += [[] for _ in range(count - len(parts))]
+        return sorted(parts, key=lambda part: (-self._cost(part), part))
+
+    def _align(self, ranks: Parts, packed: list[Parts], least: int) -> list[Parts]:
+        """Let the ranks that could pack evenly follow those whose long samples made them pack unevenly, if lock step gains by it.
+
+        Where one rank's first micro-batch is dear because of a single long sample, the others lose nothing when theirs is too,
+        and have less to do while that rank has little left.
+        """
+        profile = self._profile(packed)
+        if sum(profile) - least < least // WORTH_ALIGNING:
+            return packed
+        aligned = [self._pack(rank, len(profile), [-cost for cost in profile]) for rank in ranks]
+        if (
+            any(len(parts) > len(profile) for parts in aligned)
+            or sum(profile) - sum(self._profile(aligned)) < least // WORTH_ALIGNING
+        ):
+            return packed
+        return aligned
+
+    def _profile(self, packed: list[Parts]) -> list[int]:
+        """The costliest k-th micro-batch of any rank, for each k."""
+        return [max(self._cost(part) for part in column) for column in zip(*packed, strict=True)]
+
+    def _cost(self, part: Sequence[int]) -> int:
+        return sum(map(self.costs.__getitem__, part))
+
+    def _highest(self, parts: Parts) -> int:
+        return max(self._cost(part) for part in parts)
