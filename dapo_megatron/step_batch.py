@@ -16,6 +16,7 @@ from torch import Tensor
 
 from dapo_megatron.actor.actor import LossBatch
 from dapo_megatron.algorithm import advantage_estimator, estimate_advantages, token_weights
+from dapo_megatron.batching.cost import CostModel
 from dapo_megatron.batching.pack import PackedBatch, pack
 from dapo_megatron.batching.plan import MiniBatch, plan_step
 from dapo_megatron.batching.routing import pack_routed_experts
@@ -80,6 +81,7 @@ def assemble(
     *,
     dp_rank: int,
     dp_size: int,
+    cost_model: CostModel | None = None,
     routing: RoutingShape | None = None,
 ) -> StepBatch:
     """Plan the step and read this rank's samples.
@@ -87,6 +89,7 @@ def assemble(
     Args:
         ticket: scalars and object references of the step's groups.
         fetch: resolves references in order (`ray.get`).
+        cost_model: what ranks and micro-batches are balanced by; None is `CostModel()`.
         routing: of the model's routed experts, for router replay; None leaves the engines' choices aside.
 
     Raises:
@@ -112,6 +115,7 @@ def assemble(
         config.rollout.n_samples_per_prompt,
         dp_size,
         config.max_micro_batch_tokens,
+        cost_model=cost_model,
         micro_batch_multiple=config.parallel.micro_batch_multiple,
     )
     groups = _fetch_share(ticket, plan, fetch, dp_rank, config.rollout.n_samples_per_prompt)

@@ -13,8 +13,10 @@ from typing import Any
 from torch import Tensor
 
 from dapo_megatron.actor.actor import Actor, LossBatch, UpdateResult
+from dapo_megatron.batching import CostModel
 from dapo_megatron.config.routing import routing_shape
 from dapo_megatron.config.sections import RunConfig
+from dapo_megatron.observability.flops import TokenCounts, forward_flops
 from dapo_megatron.observability.run_log import RunLog
 from dapo_megatron.platform import current_platform
 from dapo_megatron.resharder.probe import ProbeResult, probe_engines
@@ -53,6 +55,10 @@ class Trainer:
         self._skipped_in_a_row = 0
         self._phases: dict[str, float] = {}
         self._history: list[dict[str, float]] = []
+        self._cost_model = CostModel.from_flops(
+            per_token=forward_flops(actor.arch, TokenCounts(tokens=1, scored=1, score_pairs=0)).total,
+            per_score_pair=forward_flops(actor.arch, TokenCounts(tokens=0, scored=0, score_pairs=1)).total,
+        )
         self._peak_flops = current_platform().peak_flops(next(actor.chunks[0].parameters()).dtype)
 
     def run(self) -> None:
@@ -105,6 +111,7 @@ class Trainer:
                 self.config,
                 dp_rank=layout.dp_rank,
                 dp_size=layout.dp_size,
+                cost_model=self._cost_model,
                 routing=routing_shape(self.actor.arch) if self.config.rollout.router_replay else None,
             )
         with _timed(seconds, "old_log_prob"):

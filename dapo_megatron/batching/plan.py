@@ -176,7 +176,7 @@ class _Planner:
         if parts is None:
             parts = best_fit(rank, self.lengths, self.max_tokens)
             parts += [[] for _ in range(count - len(parts))]
-        return sorted(parts, key=lambda part: (-self._cost(part), part))
+        return sorted(parts, key=lambda part: -self._cost(part))
 
     def _align(self, ranks: Parts, packed: list[Parts], least: int) -> list[Parts]:
         """Let the ranks that could pack evenly follow those whose long samples made them pack unevenly, if lock step gains by it.
