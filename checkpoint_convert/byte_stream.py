@@ -7,6 +7,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,7 +41,8 @@ def chunks(tensor: Tensor, dtype: torch.dtype, name: str) -> Iterator[memoryview
             if dtype == torch.float16 and bool((cast.isinf() & part.isfinite()).any()):
                 raise CheckpointError(f"{name}: has numbers that float16 cannot hold; use bfloat16 or float32")
             part = cast
-        yield memoryview(part.view(torch.uint8).numpy())
+        array: Any = part.view(torch.uint8).numpy()
+        yield memoryview(array)
 
 
 def write_stream(

@@ -89,7 +89,8 @@ class DistFile:
         size = math.prod(sizes) * dtype.itemsize
         with naming_write_errors(self.path, name):
             start = self._file.tell()
-            with zipfile.ZipFile(_Appended(self._file, start), "w", zipfile.ZIP_STORED, allowZip64=True) as archive:
+            appended: Any = _Appended(self._file, start)
+            with zipfile.ZipFile(appended, "w") as archive:  # uncompressed
                 archive.writestr(zipfile.ZipInfo(f"{_ROOT}/data.pkl"), _pickled_layout(sizes, dtype))
                 archive.writestr(zipfile.ZipInfo(f"{_ROOT}/byteorder"), b"little")
                 archive.writestr(zipfile.ZipInfo(f"{_ROOT}/version"), b"3\n")
@@ -149,7 +150,7 @@ class _Appended:
     def __init__(self, file: BinaryIO, start: int) -> None:
         self._file, self._start = file, start
 
-    def write(self, data: Any) -> int:
+    def write(self, data: Any, /) -> int:
         # The file is unbuffered, so that large data are not copied; a write may then be partial.
         view = memoryview(data)
         written = 0
@@ -163,7 +164,7 @@ class _Appended:
     def tell(self) -> int:
         return self._file.tell() - self._start
 
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
         return self._file.seek(offset + self._start if whence == os.SEEK_SET else offset, whence) - self._start
 
     def flush(self) -> None:

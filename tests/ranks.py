@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing as mp
 import os
+import signal
 import socket
 import time
 import traceback
 from collections.abc import Callable
 from typing import Any
+
+
+_PR_SET_PDEATHSIG = 1
 
 
 def free_port() -> int:
@@ -18,11 +23,16 @@ def free_port() -> int:
         return int(s.getsockname()[1])
 
 
-def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout_s: float = 240.0) -> list[Any]:
+def run_ranks(
+    world_size: int, function: Callable[..., Any], *args: Any, timeout_s: float = 240.0, daemon: bool = True
+) -> list[Any]:
     """Call `function(*args)` on every rank of a new job and return the results in rank order.
 
     The function is imported by the child processes, so it must be defined at module level. It joins the job by itself
     (`init_process_group`, or `dapo_megatron.actor.process_groups.initialize`).
+
+    Args:
+        daemon: the ranks end with this process; False where the function starts processes, which daemons may not.
 
     Raises:
         AssertionError: a rank raised (its traceback is the message), died, or did not finish in time.
@@ -31,7 +41,7 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
     results: mp.Queue = context.Queue()
     port = free_port()
     processes = [
-        context.Process(target=_child, args=(rank, world_size, port, function, args, results), daemon=True)
+        context.Process(target=_child, args=(rank, world_size, port, function, args, results), daemon=daemon)
         for rank in range(world_size)
     ]
     for process in processes:
@@ -64,6 +74,7 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
 def _child(
     rank: int, world_size: int, port: int, function: Callable[..., Any], args: tuple[Any, ...], results: Any
 ) -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # a killed test run must not leave ranks behind
     os.environ |= {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
