@@ -45,6 +45,9 @@ def step_metrics(
         "perf/throughput": batch.total_tokens / step_s,
         "perf/tokens_per_gpu_per_sec": batch.total_tokens / step_s / config.parallel.world_size,
         "perf/update_weights_bytes": float(sync.bytes),
+        "perf/update_weights_planned_bytes": float(sync.planned_bytes),
+        "perf/update_weights_gb_per_s": sync.gb_per_s,
+        "perf/update_weights_engines_lost": float(len(sync.lost)),
         "fully_async/trainer/idle_ratio": seconds["wait"] / step_s,
     }
     if probe is not None:

@@ -138,6 +138,11 @@ class WeightSyncSection(Section):
         "distributed", description="`distributed` broadcasts over a gloo or NCCL group; `disk` writes safetensors."
     )
     bucket_mb: float = Field(256.0, gt=0, description="Size of one transfer bucket.")
+    max_publishers: int = Field(
+        8,
+        gt=0,
+        description="Ranks that send to the engines, each over a group of its own; at least one per pipeline stage and expert slice.",
+    )
     timeout_s: float = Field(
         300.0, gt=0, description="Longest wait for one phase of an update; the error names who did not answer."
     )

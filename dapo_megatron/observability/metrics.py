@@ -142,7 +142,10 @@ METRICS: tuple[Metric, ...] = (
     ),
     Metric("perf/tflops_per_gpu/actor", "TFLOP/s", "model FLOPs of the updates per second and trainer process"),
     Metric("perf/tflops_per_gpu/actor_infer", "TFLOP/s", "the same of the old log-prob pass"),
-    Metric("perf/update_weights_bytes", "bytes", "bytes sent to the engines in the step"),
+    Metric("perf/update_weights_bytes", "bytes", "bytes that left the trainer for the engines, once for all of them"),
+    Metric("perf/update_weights_planned_bytes", "bytes", "bytes that each engine needs; less than sent after a repeat"),
+    Metric("perf/update_weights_gb_per_s", "GB/s", "10^9 bytes sent per second of the update's phase send"),
+    Metric("perf/update_weights_engines_lost", "count", "engines left out of the update because they failed in it"),
     Metric("fully_async/trainer/idle_ratio", "share", "share of the step in which the trainer waited for a batch"),
     Metric(
         "fully_async/rollouter/idle_ratio",
@@ -162,7 +165,12 @@ FAMILIES: tuple[Metric, ...] = (
         "s",
         "wall time of a phase: wait, old_log_prob, ref_log_prob, update_actor, update_weights, probe, evaluate, save, step",
     ),
-    Metric("timing_s/update_weights/<phase>", "s", "wall time of a part of the weight update"),
+    Metric(
+        "timing_s/update_weights/<phase>",
+        "s",
+        "wall time of a part of the weight update: plan (once), pause, connect, begin, gather (beside send), send, end, resume; "
+        "engine_stall, from pause to resume, is the time in which no engine generates",
+    ),
     Metric(
         "training/filter_groups/<outcome>",
         "count",

@@ -205,7 +205,7 @@ def _stages(mapping: Mapping[str, ParamMapping], source: SourceLayout) -> dict[i
             if layer in placed:
                 raise ValueError(f"layer {layer} is in pipeline stages {placed[layer]} and {stage}")
             placed[layer] = stage
-    layers = {layer for key in mapping if (layer := layer_of(key)) is not None}
+    layers = {number for key in mapping if (number := layer_of(key)) is not None}
     if layers != set(placed):
         raise ValueError(
             f"no pipeline stage holds layers {sorted(layers - set(placed))}; unknown are {sorted(set(placed) - layers)}"

@@ -19,6 +19,18 @@ from torch.distributed import distributed_c10d as c10d
 _POLL_S = 0.05
 
 
+def open_store(address: str, timeout_s: float) -> torch.distributed.TCPStore:
+    """Open the store of a new group on a free port of `address`: `store.port`."""
+    # Not `rendezvous("tcp://...")`: under torchrun that joins the agent's store instead of opening one.
+    return torch.distributed.TCPStore(
+        host_name=address,
+        port=0,
+        is_master=True,
+        timeout=timedelta(seconds=timeout_s),
+        wait_for_workers=False,
+    )
+
+
 def create_publisher_group(
     master_address: str,
     master_port: int,
@@ -28,6 +40,7 @@ def create_publisher_group(
     backend: str,
     timeout_s: float,
     abort: Callable[[], None] | None = None,
+    store: torch.distributed.TCPStore | None = None,
 ) -> c10d.ProcessGroup:
     """Join the weight update group `group_name` and wait until all members have come.
 
@@ -35,24 +48,23 @@ def create_publisher_group(
     or without an initialised default group.
 
     Args:
-        master_address, master_port: where rank 0 opens the store; a free port on an address that engines reach.
+        master_address, master_port: where the store is, on an address that engines reach.
         rank: 0 for the publisher, the source of every broadcast.
         world_size: 1 + tensor parallel ranks of all engines in the group.
         group_name: fresh for each group.
         backend: `gloo` or `nccl`.
         timeout_s: longest wait for the members to come, and of each collective.
         abort: called while waiting; ends the wait by raising (an engine refused to join and will never come).
+        store: the store, if it is open already (`open_store`); else rank 0 opens it on `master_port`.
 
     Raises:
         torch.distributed.DistError: the members did not come in time, or the port is taken.
         Exception: whatever `abort` raises.
     """
     timeout = timedelta(seconds=timeout_s)
-    # Not `rendezvous("tcp://...")`: under torchrun that joins the agent's store instead of opening one.
-    store = torch.distributed.TCPStore(
+    opened = store or torch.distributed.TCPStore(
         host_name=master_address,
         port=master_port,
-        world_size=world_size,
         is_master=rank == 0,
         timeout=timeout,
         wait_for_workers=False,
@@ -64,7 +76,7 @@ def create_publisher_group(
             rank,
             [],  # no global ranks: the members are not ranks of the default group
             c10d.Backend(backend),
-            c10d.PrefixStore(group_name, store),
+            c10d.PrefixStore(group_name, opened),
             group_name=group_name,
             timeout=timeout,
         )

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -15,13 +13,15 @@ from dapo_megatron.config.sections import RunConfig
 from dapo_megatron.platform import Platform
 from dapo_megatron.resharder.disk import DiskTransport, write_hf_folder
 from dapo_megatron.resharder.distributed import DistributedTransport
-from dapo_megatron.resharder.gather import NamedTensor, gather_buckets, stage_publishers
+from dapo_megatron.resharder.gather import ShardedWeights
+from dapo_megatron.resharder.plan import Destination, build_plan
+from dapo_megatron.resharder.source import source_layout
 from dapo_megatron.resharder.transport import SyncReport, Transport
 from dapo_megatron.service_client import ServiceClient
 
 
 class Resharder:
-    """Moves the actor's weights to the engines; all ranks call it together."""
+    """Moves the actor's weights to the engines; all ranks create and call it together."""
 
     def __init__(
         self, config: RunConfig, actor: Actor, service: ServiceClient, platform: Platform, run_dir: Path
@@ -29,23 +29,20 @@ class Resharder:
         self._config = config
         self._actor = actor
         self._service = service
-        self._publishers = stage_publishers(actor.layout)
         sync = config.weight_sync
         engine_dtype = config.rollout.engine.dtype
         self._model_dtype = TORCH_DTYPES[config.model.dtype]
         dtype = self._model_dtype if engine_dtype == "auto" else getattr(torch, engine_dtype)
-        buckets = partial(self._buckets, dtype)
+        self._source = source_layout(actor.chunks, actor.mapping, actor.layout, actor.expert_offset)
+        started = time.perf_counter()
+        weights = self._weights(dtype)
+        self._plan_s = time.perf_counter() - started
         self._transport: Transport
         if sync.transport == "distributed":
-            self._transport = DistributedTransport(
-                actor.layout, buckets, backend=platform.dist_backend, timeout_s=sync.timeout_s
-            )
+            self._transport = DistributedTransport(weights, backend=platform.dist_backend, timeout_s=sync.timeout_s)
         else:
             self._transport = DiskTransport(
-                actor.layout,
-                actor.mapping,
-                buckets,
-                self._publishers,
+                weights,
                 folder=run_dir / "weights",
                 source=Path(config.model.path),
                 dtype=dtype,
@@ -61,16 +58,15 @@ class Resharder:
         report = self._transport.send(endpoints, version)
         moved = time.perf_counter()
         self._service.resume_after_update(version, step, timeout_s)
-        seconds = report.seconds | {"pause": paused - start, "resume": time.perf_counter() - moved}
-        return SyncReport(report.bytes, seconds)
+        now = time.perf_counter()
+        report.seconds.update(plan=self._plan_s, pause=paused - start, resume=now - moved, engine_stall=now - start)
+        self._plan_s = 0.0  # the plan serves all updates
+        return report
 
     def export(self, target: Path) -> int:
         """Write the actor's weights as a Hugging Face folder in model.dtype; returns bytes written by rank 0."""
         return write_hf_folder(
-            self._actor.mapping,
-            self._buckets(self._model_dtype),
-            self._actor.layout,
-            self._publishers,
+            self._weights(self._model_dtype),
             target=target,
             source=Path(self._config.model.path),
             dtype=self._model_dtype,
@@ -79,14 +75,19 @@ class Resharder:
     def close(self) -> None:
         self._transport.close()
 
-    def _buckets(self, dtype: torch.dtype) -> Iterator[list[NamedTensor]]:
-        actor = self._actor
-        if actor.layout.dp_rank != 0:
-            return iter(())
-        return gather_buckets(
+    def _weights(self, dtype: torch.dtype) -> ShardedWeights:
+        actor, sync = self._actor, self._config.weight_sync
+        destination = Destination(
+            itemsize=dtype.itemsize,
+            bucket_bytes=int(sync.bucket_mb * 2**20),
+            max_publishers=sync.max_publishers,
+        )
+        return ShardedWeights(
             actor.chunks,
             actor.mapping,
             actor.layout,
+            actor.expert_offset,
+            build_plan(actor.mapping, self._source, destination),
             dtype=dtype,
-            bucket_bytes=int(self._config.weight_sync.bucket_mb * 2**20),
+            timeout_s=sync.timeout_s,
         )

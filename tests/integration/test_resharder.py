@@ -1,0 +1,129 @@
+"""Real Megatron actors on four ranks: what they export and what they publish equals the loaded model, bit for bit.
+
+The engines of these tests are `tests.weight_receiver`s; `test_sglang_engine` and `test_main_job` have real ones.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integration.actor_ranks import Layout
+from tests.integration.resharder_ranks import Case, file_digests, run_cases
+from tests.ranks import run_ranks
+from tests.toy_models import VOCAB_SIZE, make_model
+
+Results = list[dict[str, dict[str, Any]]]
+
+LAYOUTS = {
+    "qwen3": [Layout(tp=2, pp=2), Layout(tp=2), Layout(tp=4), Layout(tp=2, pp=2, vp=2)],
+    "llama-tied": [Layout(tp=2, pp=2), Layout(tp=4)],
+    "qwen3_moe": [Layout(tp=2, ep=2, etp=1, sequence_parallel=True), Layout(pp=2, ep=2)],
+    "glm4_moe": [Layout(tp=2, ep=2, etp=2, sequence_parallel=True)],
+}
+EXPORTS = [(model, layout) for model, layouts in LAYOUTS.items() for layout in layouts]
+PUBLISHED = Layout(tp=2, pp=2)
+FAULTS = {
+    "one-dies": {1: ("die", 5)},
+    "one-refuses": {0: ("refuse", 3)},
+    "one-hangs": {2: ("hang", 4)},
+    "dies-in-second-update": {0: ("die", 20)},
+    "two-of-three": {0: ("die", 2), 2: ("refuse", 7)},
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("models")
+    return {
+        "qwen3": make_model(root / "qwen3", "qwen3", seed=1, num_hidden_layers=4),
+        "llama-tied": make_model(root / "llama-tied", "llama", tie=True, seed=2, vocab_size=VOCAB_SIZE + 3),
+        "qwen3_moe": make_model(root / "qwen3_moe", "qwen3_moe", seed=3, num_hidden_layers=4),
+        "glm4_moe": make_model(root / "glm4_moe", "glm4_moe", seed=4),
+    }
+
+
+@pytest.fixture(scope="module")
+def export_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("exported")
+
+
+@pytest.fixture(scope="module")
+def results(folders: dict[str, Path], export_dir: Path) -> Results:
+    """All cases on each of four ranks; four processes serve every case."""
+    cases = {f"{model}@{layout.name}": Case(str(folders[model]), layout) for model, layout in EXPORTS}
+    moe = LAYOUTS["glm4_moe"][0]
+    cases["publish-moe"] = Case(str(folders["glm4_moe"]), moe, engines=2, dtype="bfloat16")
+    cases["publish"] = Case(str(folders["qwen3"]), PUBLISHED, engines=2, dtype="bfloat16")
+    cases["publish-two"] = Case(str(folders["qwen3"]), PUBLISHED, engines=1, max_publishers=1)
+    for name, faults in FAULTS.items():
+        timeout_s = 4.0 if name == "one-hangs" else 60.0
+        cases[name] = Case(str(folders["qwen3"]), PUBLISHED, engines=3, faults=faults, timeout_s=timeout_s)
+    cases["none-left"] = Case(str(folders["qwen3"]), PUBLISHED, engines=1, faults={0: ("die", 3)})
+    return run_ranks(4, run_cases, cases, str(export_dir), timeout_s=240.0)
+
+
+@pytest.mark.parametrize(("model", "layout"), EXPORTS, ids=[f"{model}-{layout.name}" for model, layout in EXPORTS])
+def test_exported_folder_equals_the_loaded_one(
+    model: str, layout: Layout, folders: dict[str, Path], export_dir: Path, results: Results
+) -> None:
+    case = f"{model}@{layout.name}"
+    assert file_digests(export_dir / case) == file_digests(folders[model])
+    size = sum(path.stat().st_size for path in folders[model].glob("*.safetensors"))
+    written = [rank[case]["written"] for rank in results]
+    assert written[1:] == [0, 0, 0]
+    assert 0.9 * size < written[0] == results[0][case]["plan_bytes"] <= size
+    assert len(results[0][case]["publishers"]) == 4  # every rank sends a share
+
+
+@pytest.mark.parametrize(
+    ("case", "model", "engines", "publishers"),
+    [("publish-moe", "glm4_moe", 2, 4), ("publish", "qwen3", 2, 4), ("publish-two", "qwen3", 1, 2)],
+)
+def test_every_engine_gets_every_tensor_once_per_update(
+    case: str, model: str, engines: int, publishers: int, folders: dict[str, Path], results: Results
+) -> None:
+    result = results[0][case]
+    assert len(result["publishers"]) == publishers
+    assert len(result["engines"]) == engines
+    dtype = "float32" if case == "publish-two" else "bfloat16"
+    for info in result["engines"].values():
+        assert info["weight_version"] == "2"
+        assert info["digests"] == file_digests(folders[model], dtype)
+        assert info["bytes"] == 2 * result["plan_bytes"]
+        assert info["groups"] == publishers  # the second update used the groups of the first
+    for rank in results:
+        for report in rank[case]["reports"]:
+            assert report["bytes"] == report["planned_bytes"] == result["plan_bytes"]
+            assert report["lost"] == ()
+            assert {"begin", "send", "end", "gather"} <= report["seconds"].keys()
+    first, second = result["reports"]
+    assert "connect" in first["seconds"] and "connect" not in second["seconds"]
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_an_engine_that_fails_is_left_out_and_the_others_get_everything(
+    name: str, folders: dict[str, Path], results: Results
+) -> None:
+    result = results[0][name]
+    at_fault = set(FAULTS[name])
+    assert set(result["engines"]) == {0, 1, 2} - at_fault
+    for info in result["engines"].values():
+        assert info["weight_version"] == "2"
+        assert info["digests"] == file_digests(folders["qwen3"])
+    lost = [reason for report in result["reports"] for reason in report["lost"]]
+    assert len(lost) == len(at_fault)
+    for engine in at_fault:
+        (reason,) = (text for text in lost if f"engine {engine} " in text)
+        assert "turn " in reason
+    assert [rank[name]["reports"][0]["lost"] for rank in results] == [result["reports"][0]["lost"]] * 4
+    limit = 15.0 if name == "one-hangs" else 8.0
+    assert all(report["wall_s"] < limit for report in result["reports"])
+
+
+def test_losing_the_last_engine_is_an_error_that_names_it(results: Results) -> None:
+    for rank in results:
+        assert "reached no engine" in rank["none-left"]["error"]
+        assert "engine 0 (http://127.0.0.1:" in rank["none-left"]["error"]
