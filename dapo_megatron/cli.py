@@ -14,6 +14,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from checkpoint_convert.cli import app as convert_app
 from dapo_megatron.config import ConfigError, RunConfig, load_config, service_settings, to_yaml
 
 app = typer.Typer(
@@ -22,6 +23,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="DAPO reinforcement learning: Megatron-Core actors, an asynchronous SGLang rollout service.",
 )
+
+app.add_typer(convert_app, name="convert")
 
 ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file, for example configs/quickstart.yaml.")]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Overrides: a.b.c=value.")]
