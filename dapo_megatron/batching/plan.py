@@ -113,6 +113,7 @@ class _Planner:
         self.multiple = multiple
 
     def mini_batch(self, samples: Sequence[int]) -> MiniBatch:
+        """Ranks first, then the micro-batches of each; again with more of them while some rank cannot pack its samples into `count`."""
         samples = sorted(samples, key=lambda s: (-self.lengths[s], s))
         # No division does better than the mean of the ranks, nor than the costliest sample.
         least = max(-(-sum(self.costs[s] for s in samples) // self.dp_size), self.costs[samples[0]])
