@@ -44,9 +44,9 @@ UNSUPPORTED = {
     "qwen2_moe": "its shared expert has a gate (shared_expert_gate)",
     "qwen3_next": "linear attention layers and a gated shared expert",
     "gpt_oss": "sliding windows, attention sinks and biased experts",
-    "deepseek_v2": "groups of experts are chosen by their best expert, and weights are not normalised",
+    "deepseek_v2": "a group of experts is chosen by its best expert, in Megatron by several",
     "llama4": "chunked attention and rotary embeddings in some layers only",
-    "phi3": "fused projections and longrope",
+    "phi3": "a fused query, key and value projection, and longrope",
 }
 
 
