@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from dapo_megatron.config.sections import ParallelSection
 from dapo_megatron.platform import Platform
+from dapo_megatron.platform.megatron_fixes import create_pipeline_channels
 
 
 @dataclass(frozen=True)
@@ -101,6 +102,8 @@ def initialize(parallel: ParallelSection, platform: Platform, seed: int) -> Layo
         expert_tensor_parallel_size=parallel.expert_tensor_parallel_size,
         distributed_timeout_minutes=max(1, round(parallel.distributed_timeout_s / 60)),
     )
+    if parallel.pipeline_model_parallel_size > 1:
+        create_pipeline_channels(parallel_state.get_pipeline_model_parallel_group())
     model_parallel_cuda_manual_seed(seed)
     return Layout(
         rank=dist.get_rank(),

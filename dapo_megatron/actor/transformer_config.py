@@ -91,7 +91,9 @@ def transformer_config(
         "variable_seq_lengths": layout.pp_size > 1,
         # The default dispatcher refuses variable lengths, even for a dense model that never dispatches.
         "moe_token_dispatcher_type": "alltoall",
-        "batch_p2p_comm": platform.name == "cuda",
+        # Batched sends would mix up the two directions between the ranks of a two-stage interleaved pipeline.
+        "batch_p2p_comm": platform.name == "cuda" and layout.vp_size == 1,
+        "overlap_p2p_comm": platform.name == "cuda" and layout.vp_size > 1,
         # Token losses carry their global weight already: Megatron must sum, never average.
         "calculate_per_token_loss": True,
         "perform_initialization": False,

@@ -21,6 +21,7 @@ import psutil
 import torch
 
 from dapo_megatron.platform.base import LayerSpecFamily, MemoryStats, Platform
+from dapo_megatron.platform.megatron_fixes import separate_pipeline_directions
 
 _CPU = torch.device("cpu")
 _FACTORIES = (
@@ -166,11 +167,16 @@ def _patch_megatron() -> None:
     tp_random._get_cuda_rng_state = get_state
     tp_random._set_cuda_rng_state = set_state
 
-    from megatron.core.transformer.moe import router
+    from megatron.core.transformer.moe import moe_utils
 
-    if not hasattr(router, "te_general_gemm"):
+    if not hasattr(moe_utils, "te_general_gemm"):
         # Named by the router whether or not Transformer Engine is there.
-        router.te_general_gemm = None
+        moe_utils.te_general_gemm = None
+
+    from megatron.core.transformer import multi_latent_attention
+
+    # True wherever the module that wraps Transformer Engine can be imported, which is always; its classes are mocks then.
+    multi_latent_attention.HAVE_TE = False
 
 
 class CpuPlatform(Platform):
@@ -187,6 +193,7 @@ class CpuPlatform(Platform):
         _patch_torch()
         with _quiet_imports():
             _patch_megatron()
+            separate_pipeline_directions()
 
     def device(self, local_rank: int) -> torch.device:
         return _CPU
