@@ -91,6 +91,8 @@ def _serve(pipe: int, fault: Fault | None, keep: bool) -> None:
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
+        wbufsize = -1  # head and body in one packet
+        disable_nagle_algorithm = True
 
         def do_GET(self) -> None:
             self._reply(200, receiver.info())

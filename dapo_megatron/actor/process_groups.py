@@ -51,11 +51,6 @@ class Layout:
         return self.pp_rank == self.pp_size - 1
 
     @property
-    def is_publisher(self) -> bool:
-        """One rank per pipeline stage sends that stage's weights to the engines: TP rank 0 of the first replica."""
-        return self.tp_rank == 0 and self.dp_rank == 0 and self.cp_rank == 0
-
-    @property
     def reports_loss(self) -> bool:
         """Ranks whose metric sums count: TP and CP rank 0 of the last stage, in each data-parallel replica."""
         return self.is_last_stage and self.tp_rank == 0 and self.cp_rank == 0

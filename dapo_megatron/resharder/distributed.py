@@ -10,6 +10,8 @@ gathers a bucket, starts its broadcast, which waits until the engines come to it
 
 An engine that fails takes its groups down. The publishers then finish gathering without sending, all ranks learn from
 rank 0 which engines are left, and the update goes on with those in new groups, from the first bucket that one of them lacks.
+That holds for gloo, whose broadcasts end when a connection closes. Under NCCL an engine cannot be freed from a broadcast that
+another one left: the publishers abort theirs, and the engines that stay silent are lost, too, and restarted by the service.
 """
 
 from __future__ import annotations

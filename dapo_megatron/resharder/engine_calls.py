@@ -155,10 +155,10 @@ class EngineCalls:
         reached, lost, victims = [], {}, {}
         for engine, progress in self.progress.items():
             error = progress.error
-            if error is None and progress.finished:
+            if progress.done == len(progress.script):
                 reached.append(engine)
                 continue
-            what = progress.script[min(progress.done, len(progress.script) - 1)].what
+            what = progress.script[progress.done].what
             if error is None:
                 lost[engine] = (
                     f"{self._clients[engine].endpoint.name} did not answer {what} within {self._timeout_s:.0f} s"

@@ -75,9 +75,8 @@ class ShardedWeights:
         self.plan = plan
         self.dtype = dtype
         self._timeout = timedelta(seconds=2 * timeout_s)
-        self._tensors = {
-            name: tensor.detach() for name, tensor in named_global_parameters(chunks, mapping, expert_offset)
-        }
+        # The parameters themselves: whoever exchanges their data between updates is followed.
+        self._tensors = dict(named_global_parameters(chunks, mapping, expert_offset))
         for bucket in plan.buckets:
             for key, split in zip(bucket.keys, bucket.split, strict=True):
                 ranks = bucket.group if split else (bucket.publisher,)
@@ -119,7 +118,7 @@ class ShardedWeights:
         return torch.float32 if self.mapping[key].buffer else self.dtype
 
     def _local(self, key: str) -> Tensor:
-        return self._tensors[key].to(self.tensor_dtype(key))
+        return self._tensors[key].detach().to(self.tensor_dtype(key))
 
     def _send(self, bucket: Bucket, flat: Tensor) -> None:
         works = dist.batch_isend_irecv([dist.P2POp(dist.isend, flat, bucket.publisher, self._group(bucket))])
