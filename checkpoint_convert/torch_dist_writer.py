@@ -95,13 +95,21 @@ class DistFile:
                 archive.writestr(zipfile.ZipInfo(f"{_ROOT}/byteorder"), b"little")
                 archive.writestr(zipfile.ZipInfo(f"{_ROOT}/version"), b"3\n")
                 entry = zipfile.ZipInfo(f"{_ROOT}/data/0")
-                entry.file_size = size
                 large = size >= _ZIP64_FROM
+                entry.header_offset = appended.tell()
                 header = self._file.tell() + _HEADER_BYTES + len(entry.filename) + (_ZIP64_BYTES if large else 0)
                 entry.extra = _padding(header)
-                data = header + len(entry.extra)
-                with archive.open(entry, "w", force_zip64=large) as stream:
-                    checksum = write_stream(stream.write, tensor, dtype, name, on_bytes)
+                entry.file_size = entry.compress_size = size
+                entry.CRC = 0
+                # ZipFile.open computes the checksum between writes; here it is computed meanwhile, and noted afterwards.
+                appended.write(entry.FileHeader(zip64=large))
+                data = self._file.tell()
+                checksum = entry.CRC = write_stream(appended.write, tensor, dtype, name, on_bytes)
+                appended.seek(entry.header_offset)
+                appended.write(entry.FileHeader(zip64=large))
+                appended.seek(0, os.SEEK_END)
+                archive.filelist.append(entry)
+                archive.start_dir = appended.tell()  # where the directory of the archive goes
             return Record(start, self._file.tell() - start, data, size, checksum)
 
 

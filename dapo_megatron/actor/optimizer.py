@@ -57,6 +57,8 @@ class ActorOptimizer:
             "use_distributed_optimizer": optim.use_distributed_optimizer,
         } | PassThrough.sort(config.megatron).optimizer
         megatron_config = OptimizerConfig(**settings)
+        if megatron_config.optimizer_cpu_offload and next(chunks[0].parameters()).device.type == "cpu":
+            raise ValueError("megatron.optimizer_cpu_offload: the optimizer is on the CPU already; remove the key")
         self.optimizer: MegatronOptimizer = get_megatron_optimizer(
             megatron_config, chunks, config_overrides=get_standard_config_overrides(megatron_config)
         )

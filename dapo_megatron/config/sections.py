@@ -233,6 +233,10 @@ class RunConfig(Section):
                 f"trainer.max_tokens_per_gpu={self.trainer.max_tokens_per_gpu} x CP={par.context_parallel_size} is below the longest "
                 f"sequence, data.max_prompt_length + rollout.max_response_length = {longest}"
             )
+        if self.megatron.get("optimizer_cpu_offload") and self.model.dtype == "float32":
+            raise ValueError(
+                "megatron.optimizer_cpu_offload needs model.dtype=bfloat16: Megatron offloads main weights, and float32 weights are their own"
+            )
         if self.algorithm.kl.coef > 0 and self.megatron.get("overlap_param_gather"):
             raise ValueError(
                 "algorithm.kl.coef above 0 swaps the reference weights in for a forward pass, which megatron.overlap_param_gather "

@@ -23,6 +23,7 @@ import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 
 import torch.distributed as dist
@@ -82,6 +83,7 @@ class DistributedTransport:
         self._is_publisher = self._layout.rank in self._plan.publishers
         self._members: list[EngineEndpoint] = []
         self._meetings: list[_Meeting] = []
+        self._attempts = 0
         self._left: list[str] = []  # groups of before, which the engines have not left yet
         self._stream = _Stream(self._layout.rank, backend)
         self._meeting_store: dist.TCPStore | None = None
@@ -127,8 +129,9 @@ class DistributedTransport:
         connect = engines != self._members
         if connect:
             self._meet(engines)
-        # All ranks derive the same label, so that only this attempt can be called off under it.
-        label = f"{self._meetings[0].name}/{version}/{first}/{len(begun)}"
+        # The same on all ranks and never used again, so that only this attempt can be called off under it.
+        self._attempts += 1
+        label = f"{self._meetings[0].name}/{self._attempts}"
         buckets = self._plan.buckets[first:]
         started = time.monotonic()
         calls = self._start_calls(engines, version, buckets, label, connect, begun) if self._layout.rank == 0 else None
@@ -144,8 +147,12 @@ class DistributedTransport:
                 self._stream.send(gathered, called_off)
         self._stream.finish(called_off)
         outcome = self._conclude(calls, first, started) if calls is not None else None
+        concluded = f"{label}/concluded"
+        self._await_rank_zero(concluded, len(buckets))
         everybody: list[tuple[float, _Outcome | None]] = [(0.0, None)] * self._layout.world_size
         dist.all_gather_object(everybody, (gather_s, outcome))
+        if self._layout.rank == 0:
+            self._store.delete_key(concluded)
         outcome = everybody[0][1]
         assert outcome is not None
         outcome.seconds["gather"] = max(value for value, _ in everybody)
@@ -194,7 +201,9 @@ class DistributedTransport:
         )
 
     def _receive(self, bucket: Bucket, group_name: str, client: WeightsClient) -> None:
-        names, dtypes, shapes = [], [], []
+        names: list[str] = []
+        dtypes: list[str] = []
+        shapes: list[list[int]] = []
         for key in bucket.keys:
             entry = self._weights.mapping[key]
             names += entry.hf
@@ -212,6 +221,19 @@ class DistributedTransport:
             sent_bytes=sum(bucket.bytes for bucket in sent),
             seconds=calls.phase_seconds(started),
         )
+
+    def _await_rank_zero(self, key: str, buckets: int) -> None:
+        """Wait in the store until rank 0 is through: a long update must not exceed the time limit of a collective."""
+        if self._layout.rank == 0:
+            self._store.set(key, "")
+            return
+        limit_s = (buckets + 4) * self._timeout_s  # what rank 0 itself may take at most
+        try:
+            self._store.wait([key], timedelta(seconds=limit_s))
+        except dist.DistStoreError as error:
+            raise WeightSyncError(
+                f"rank {self._layout.rank}: rank 0 did not conclude the weight update within {limit_s:.0f} s"
+            ) from error
 
     def _called_off(self, label: str) -> bool:
         return bool(self._store.check([label]))

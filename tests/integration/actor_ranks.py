@@ -39,6 +39,7 @@ class Layout:
         padded: pad every sequence and micro-batch far beyond what the layout asks for.
         megatron: pass-through fields.
         label: name of what the pass-through fields try.
+        dtype: of the model's weights.
     """
 
     tp: int = 1
@@ -52,6 +53,7 @@ class Layout:
     padded: bool = False
     distributed_optimizer: bool = True
     label: str = ""
+    dtype: str = "float32"
     megatron: dict[str, Any] = field(default_factory=dict, hash=False)
 
     @property
@@ -63,7 +65,8 @@ class Layout:
             f"ep{self.ep}" if self.ep > 1 else "",
         ]
         parts += [f"etp{self.etp}" if self.etp else "", "sp" if self.sequence_parallel else "", f"mb{self.max_tokens}"]
-        parts += ["padded" if self.padded else "", "" if self.distributed_optimizer else "plainopt", self.label]
+        parts += ["padded" if self.padded else "", "" if self.distributed_optimizer else "plainopt"]
+        parts += ["" if self.dtype == "float32" else self.dtype, self.label]
         return "-".join(part for part in parts if part)
 
 
@@ -75,7 +78,7 @@ def make_config(
 
     tree: dict[str, Any] = {
         "run": {"name": "test"},
-        "model": {"path": model_dir, "dtype": "float32"},
+        "model": {"path": model_dir, "dtype": layout.dtype},
         "data": {"train": ["unused"], "max_prompt_length": 32},
         "rollout": {"prompts_per_step": groups, "n_samples_per_prompt": group_size, "max_response_length": 48},
         "parallel": {

@@ -57,7 +57,8 @@ DENSE = [
     Layout(
         pp=2, vp=2, max_tokens=90, label="overlap", megatron={"overlap_grad_reduce": True, "overlap_param_gather": True}
     ),
-    Layout(label="offload", megatron={"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0}),
+    Layout(dtype="bfloat16"),
+    Layout(tp=2, pp=2, sequence_parallel=True, dtype="bfloat16"),
 ]
 # The other families in the layouts that split what is special about them.
 TWO_WAY = [Layout(), Layout(tp=2, pp=2), Layout(tp=4)]
@@ -72,8 +73,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], list[Layout]]] = {
     "qwen3-untied": ("qwen3", {"tie": False, "num_hidden_layers": 4}, DENSE),
     "qwen2-tied": ("qwen2", {"tie": True, "num_hidden_layers": 2}, TWO_WAY),
     "llama-tied": ("llama", {"tie": True, "vocab_size": VOCAB_SIZE + 3}, TWO_WAY),
+    "mistral": ("mistral", {}, [Layout(tp=2)]),
+    "glm": ("glm", {}, TWO_WAY[1:]),
+    "gemma": ("gemma", {"tie": True}, TWO_WAY[1:]),
     "qwen3-moe": ("qwen3_moe", {"tie": False}, EXPERTS),
     "mixtral": ("mixtral", {"tie": False}, EXPERTS[1:4]),
+    "deepseek-v3": ("deepseek_v3", {}, EXPERTS[1:]),
+    "glm4-moe": ("glm4_moe", {}, EXPERTS[2:]),
 }
 
 
@@ -101,9 +107,10 @@ class Runs:
     def cases(self) -> list[str]:
         return sorted(self.ranks[0])
 
-    def of(self, name: str) -> list[str]:
+    def of(self, name: str, dtype: str = "float32") -> list[str]:
         """Cases of one model under DAPO's own algorithm."""
-        return [case for case in self.cases if case.startswith(name + "/")]
+        cases = [case for case in self.cases if case.startswith(name + "/")]
+        return [case for case in cases if ("bfloat16" in case) == (dtype == "bfloat16")]
 
     def tensors(self, case: str, kind: str) -> dict[str, torch.Tensor]:
         return load_file(self.folder / f"{case.replace('/', '@')}.{kind}.safetensors")
@@ -266,6 +273,24 @@ def test_options_beside_dapo_equal_a_float64_reference(runs, models, groups) -> 
             assert rank[case]["grad_norm"] == pytest.approx(grad_norm, rel=2e-5), case
             assert rank[case]["metrics"]["tokens"] == tokens < sum(len(r) for _, r in sequences(groups)), case
             assert 0 < rank[case]["metrics"]["is_masked"] < tokens, case
+
+
+def test_bfloat16_is_close_and_accumulates_in_float32(runs, models, references, groups) -> None:
+    model = load_model(models["qwen3-untied"])
+    expected = [hf_logprobs(model, [*p, *r])[len(p) - 1 :].numpy() for p, r in sequences(groups)]
+    cases = runs.of("qwen3-untied", "bfloat16")
+    assert len(cases) == 2
+    weights = [runs.tensors(case, "weights") for case in cases]
+    for case in cases:
+        seen: dict[int, np.ndarray] = {}
+        for rank in runs.ranks:
+            seen |= rank[case]["logprobs"]
+        errors = np.concatenate([np.abs(seen[i] - expected[i]) for i in seen])
+        assert errors.mean() < 0.1, f"{case}: {errors.mean()}"
+        assert runs.ranks[0][case]["grad_norm"] == pytest.approx(references["qwen3-untied"].grad_norm, rel=0.1), case
+    # Both round float32 main weights that moved by about the same.
+    same = [float((weights[0][name] == weights[1][name]).float().mean()) for name in weights[0]]
+    assert np.mean(same) > 0.9, same
 
 
 def test_an_update_that_is_not_finite_changes_nothing(runs) -> None:
