@@ -147,7 +147,11 @@ def load_model(directory: Path | str) -> Any:
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(
-        str(directory), dtype=torch.float32, attn_implementation="eager", local_files_only=True
+        str(directory),
+        dtype=torch.float32,
+        attn_implementation="eager",
+        experts_implementation="eager",  # the grouped one knows no float64
+        local_files_only=True,
     )
     return model.eval()
 

@@ -76,10 +76,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], list[Layout]]] = {
     "mistral": ("mistral", {}, [Layout(tp=2)]),
     "glm": ("glm", {}, TWO_WAY[1:]),
     "gemma": ("gemma", {"tie": True}, TWO_WAY[1:]),
-    "qwen3-moe": ("qwen3_moe", {"tie": False}, EXPERTS),
+    "qwen3-moe": ("qwen3_moe", {"num_hidden_layers": 4}, EXPERTS),
     "mixtral": ("mixtral", {"tie": False}, EXPERTS[1:4]),
-    "deepseek-v3": ("deepseek_v3", {}, EXPERTS[1:]),
-    "glm4-moe": ("glm4_moe", {}, EXPERTS[2:]),
+    "deepseek-v3": ("deepseek_v3", {"num_hidden_layers": 4}, EXPERTS[1:]),
+    "glm4-moe": ("glm4_moe", {"num_hidden_layers": 4}, EXPERTS[2:]),
 }
 
 

@@ -21,7 +21,7 @@ LAYOUTS = {
     "qwen3": [Layout(tp=2, pp=2), Layout(tp=2), Layout(tp=4), Layout(tp=2, pp=2, vp=2)],
     "llama-tied": [Layout(tp=2, pp=2), Layout(tp=4)],
     "qwen3_moe": [Layout(tp=2, ep=2, etp=1, sequence_parallel=True), Layout(pp=2, ep=2)],
-    "glm4_moe": [Layout(tp=2, ep=2, etp=2, sequence_parallel=True)],
+    "deepseek_v3": [Layout(tp=2, ep=2, etp=2, sequence_parallel=True)],
 }
 EXPORTS = [(model, layout) for model, layouts in LAYOUTS.items() for layout in layouts]
 PUBLISHED = Layout(tp=2, pp=2)
@@ -43,7 +43,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "qwen3": make_model(root / "qwen3", "qwen3", seed=1, num_hidden_layers=4),
         "llama-tied": make_model(root / "llama-tied", "llama", tie=True, seed=2, vocab_size=VOCAB_SIZE + 3),
         "qwen3_moe": make_model(root / "qwen3_moe", "qwen3_moe", seed=3, num_hidden_layers=4),
-        "glm4_moe": make_model(root / "glm4_moe", "glm4_moe", seed=4),
+        "deepseek_v3": make_model(root / "deepseek_v3", "deepseek_v3", seed=4),
     }
 
 
@@ -56,8 +56,8 @@ def export_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def results(folders: dict[str, Path], export_dir: Path) -> Results:
     """All cases on each of four ranks; four processes serve every case."""
     cases = {f"{model}@{layout.name}": Case(str(folders[model]), layout) for model, layout in EXPORTS}
-    moe = LAYOUTS["glm4_moe"][0]
-    cases["publish-moe"] = Case(str(folders["glm4_moe"]), moe, engines=2, dtype="bfloat16")
+    moe = LAYOUTS["deepseek_v3"][0]
+    cases["publish-moe"] = Case(str(folders["deepseek_v3"]), moe, engines=2, dtype="bfloat16")
     cases["publish"] = Case(str(folders["qwen3"]), PUBLISHED, engines=2, dtype="bfloat16")
     cases["publish-two"] = Case(str(folders["qwen3"]), PUBLISHED, engines=1, max_publishers=1)
     for name, (engines, faults) in FAULTS.items():
@@ -82,7 +82,7 @@ def test_exported_folder_equals_the_loaded_one(
 
 @pytest.mark.parametrize(
     ("case", "model", "engines", "publishers"),
-    [("publish-moe", "glm4_moe", 2, 4), ("publish", "qwen3", 2, 4), ("publish-two", "qwen3", 1, 2)],
+    [("publish-moe", "deepseek_v3", 2, 4), ("publish", "qwen3", 2, 4), ("publish-two", "qwen3", 1, 2)],
 )
 def test_every_engine_gets_every_tensor_once_per_update(
     case: str, model: str, engines: int, publishers: int, folders: dict[str, Path], results: Results
