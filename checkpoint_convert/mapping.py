@@ -189,12 +189,11 @@ def _entry(
     dims = arch.dims
     te = layer_spec == "te"
     name = param.te if te and param.te is not None else param.megatron
-    split = param.te_split if te and param.te_split is not None else param.split
     return ParamMapping(
         megatron=name.format(layer=layer, expert=expert),
         hf=tuple(tensor.name.format(layer=layer, expert=expert) for tensor in param.hf),
         hf_shapes=tuple(tuple(dims[dim] for dim in tensor.dims) for tensor in param.hf),
-        rule=_rule(split, arch),
+        rule=_rule(param.split, arch),
         tied_copy=param.tied_copy,
         expert=expert,
         buffer=param.buffer,

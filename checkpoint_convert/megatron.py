@@ -163,6 +163,8 @@ class MegatronReader:
             for name, place in self._places.items()
         }
         self._check(arch, config)
+        # What was merged with the tensor asked for last, as queries with keys and values.
+        self._merged: dict[str, Tensor] = {}
         self._entry_of = {hf: name for name in self._places for hf in self.mapping[name].hf}
 
     def stored(self, name: str) -> StoredTensor:
@@ -183,7 +185,9 @@ class MegatronReader:
             return self._read(entry, rows, entry.hf_shapes[position])
         if len(entry.hf) == 1:
             return self._read(entry, 0, entry.hf_shapes[0])
-        return dict(entry.merge([self._read(entry, 0, full_shape(entry))]))[name]
+        if name not in self._merged:
+            self._merged = dict(entry.merge([self._read(entry, 0, full_shape(entry))]))
+        return self._merged.pop(name)
 
     def _read(self, entry: ParamMapping, row: int, shape: tuple[int, ...]) -> Tensor:
         place, stored = self._places[entry.megatron], self._stored[entry.megatron]

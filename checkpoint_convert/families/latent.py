@@ -3,8 +3,8 @@
 Query and key rows stay as HF has them: both sides rotate neighbouring features of the rotary part and put the pairs' first
 and second features into the two halves (`_apply_rotary_pos_emb_bshd` with `multi_latent_attention`).
 
-The down projections are split over their outputs in the local spec, which gathers them again; in Transformer Engine's every
-rank has them whole. There each latent's norm is fused with the up projection that follows it, the input norm with nothing.
+Every rank has the down projections whole. In Transformer Engine's spec each latent's norm is fused with the up projection that
+follows it, the input norm with nothing.
 """
 
 from __future__ import annotations
@@ -31,10 +31,9 @@ LATENT_ATTENTION = (
     ),
     Param(
         _ATTENTION + "linear_q_down_proj.weight",
-        "column",
+        "copy",
         (HFTensor(_HF + "q_a_proj.weight", ("query_latent", "hidden")),),
         when=("query_latent",),
-        te_split="copy",
     ),
     Param(
         _ATTENTION + "q_layernorm.weight",
@@ -51,9 +50,8 @@ LATENT_ATTENTION = (
     ),
     Param(
         _ATTENTION + "linear_kv_down_proj.weight",
-        "column",
+        "copy",
         (HFTensor(_HF + "kv_a_proj_with_mqa.weight", ("kv_latent_and_rope", "hidden")),),
-        te_split="copy",
     ),
     Param(
         _ATTENTION + "kv_layernorm.weight",

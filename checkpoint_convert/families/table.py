@@ -46,7 +46,6 @@ class Param:
         when: exists only where all of these hold.
         te: name in Transformer Engine's layer spec where it differs; TE fuses a norm with the linear layer that follows
             it and names its weight after the latter.
-        te_split: how the TE parameter is split, where that differs.
         tied_copy: the parameter is a second copy of weights that another one owns: loaded, never exported.
         buffer: a Megatron buffer, not a parameter.
     """
@@ -56,7 +55,6 @@ class Param:
     hf: tuple[HFTensor, ...]
     when: tuple[Condition, ...] = ()
     te: str | None = None
-    te_split: SplitKind | None = None
     tied_copy: bool = False
     buffer: bool = False
 

@@ -62,12 +62,15 @@ def _layer(family: LayerSpecFamily, config: TransformerConfig, is_moe: bool) -> 
         return get_gpt_layer_with_transformer_engine_spec(**settings)
 
     from dapo_megatron.actor.local_layers import PackedAttention, RMSNorm
+    from dapo_megatron.platform.replicated_linear import ReplicatedLinear
 
     layer = get_gpt_layer_local_spec(**settings, normalization="RMSNorm")
     layer.submodules.input_layernorm = RMSNorm
     layer.submodules.pre_mlp_layernorm = RMSNorm
     attention = layer.submodules.self_attention.submodules
     attention.core_attention = PackedAttention
+    if config.multi_latent_attention:
+        attention.linear_q_down_proj = attention.linear_kv_down_proj = ReplicatedLinear
     for name in _ATTENTION_NORMS:
         if getattr(attention, name, IdentityOp) is not IdentityOp:
             setattr(attention, name, RMSNorm)

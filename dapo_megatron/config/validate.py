@@ -75,6 +75,10 @@ def check_layout(config: RunConfig, arch: ModelArchitecture) -> list[str]:
             problems.append(f"{key}={size} {problem}; possible sizes: {', '.join(map(str, fits))}")
     problems += _stage_problems(config, arch)
     problems += _expert_problems(config, arch)
+    if arch.latent_attention is not None and tp > 1 and not config.parallel.sequence_parallel:
+        problems.append(
+            "parallel.sequence_parallel must be true for a model with latent attention and tensor_model_parallel_size above 1"
+        )
     problems += router_replay_problems(config, arch)
     if config.parallel.context_parallel_size > 1 and importlib.util.find_spec("transformer_engine") is None:
         problems.append(

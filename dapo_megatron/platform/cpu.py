@@ -21,7 +21,7 @@ import psutil
 import torch
 
 from dapo_megatron.platform.base import LayerSpecFamily, MemoryStats, Platform
-from dapo_megatron.platform.megatron_fixes import separate_pipeline_directions
+from dapo_megatron.platform.megatron_fixes import allow_local_latent_attention, separate_pipeline_directions
 
 _CPU = torch.device("cpu")
 _FACTORIES = (
@@ -173,11 +173,6 @@ def _patch_megatron() -> None:
         # Named by the router whether or not Transformer Engine is there.
         moe_utils.te_general_gemm = None
 
-    from megatron.core.transformer import multi_latent_attention
-
-    # True wherever the module that wraps Transformer Engine can be imported, which is always; its classes are mocks then.
-    multi_latent_attention.HAVE_TE = False
-
 
 class CpuPlatform(Platform):
     """CPU processes that talk gloo. Creating it patches torch and Megatron-Core in this process."""
@@ -194,6 +189,7 @@ class CpuPlatform(Platform):
         with _quiet_imports():
             _patch_megatron()
             separate_pipeline_directions()
+            allow_local_latent_attention()
 
     def device(self, local_rank: int) -> torch.device:
         return _CPU

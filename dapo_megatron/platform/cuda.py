@@ -7,7 +7,7 @@ import importlib.util
 import torch
 
 from dapo_megatron.platform.base import LayerSpecFamily, MemoryStats, Platform
-from dapo_megatron.platform.megatron_fixes import separate_pipeline_directions
+from dapo_megatron.platform.megatron_fixes import allow_local_latent_attention, separate_pipeline_directions
 
 # Dense (not 2:4 sparse) bf16 tensor-core peaks in FLOP/s, from NVIDIA's data sheets. The longest matching name wins.
 _DENSE_BF16_PEAK = {
@@ -38,6 +38,8 @@ class CudaPlatform(Platform):
         has_te = importlib.util.find_spec("transformer_engine") is not None
         self.layer_spec: LayerSpecFamily = "te" if has_te else "local"
         separate_pipeline_directions()
+        if not has_te:
+            allow_local_latent_attention()
 
     def device(self, local_rank: int) -> torch.device:
         count = torch.cuda.device_count()

@@ -1,6 +1,6 @@
-"""Corrections of Megatron-Core 0.16 that every device needs.
+"""Corrections of Megatron-Core 0.16 that are needed on every device.
 
-In an interleaved pipeline of two ranks both neighbours of a rank are the same rank. Messages between two ranks of one
+On pipelines: in an interleaved pipeline of two ranks both neighbours of a rank are the same rank. Messages between two ranks of one
 group match only in the order in which they are posted, and where there are few micro-batches the two ranks post a
 forward and a backward message in different orders: an activation meets a gradient, or a shape. (Megatron's own launcher
 forbids some of these pipelines.) Here each direction of travel has a channel of its own: a tag under gloo, a process
@@ -106,3 +106,15 @@ def separate_pipeline_directions() -> None:
 
     p2p_communication.P2PCommunicator._communicate_shapes = exchange_shapes
     p2p_communication._p2p_ops = exchange_tensors
+
+
+def allow_local_latent_attention() -> None:
+    """Let latent attention be built without Transformer Engine, with replicated down projections."""
+    from megatron.core.transformer import multi_latent_attention
+
+    from dapo_megatron.platform.replicated_linear import ReplicatedLinear
+
+    # True wherever the module that wraps Transformer Engine can be imported, which is always; its classes are mocks then.
+    multi_latent_attention.HAVE_TE = False
+    # The class that it takes for a linear layer that is not split.
+    multi_latent_attention.Linear = ReplicatedLinear

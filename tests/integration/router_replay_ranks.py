@@ -34,6 +34,16 @@ def run_replay(cases: list[tuple[str, Layout, list[dict[str, Any]]]], save_to: s
     return results
 
 
+def _mixed(actor: Any, batches: list[Any]) -> str:
+    """What a training pass says whose second micro-batch has no choices."""
+    batches[1] = replace(batches[1], packed=replace(batches[1].packed, routed_experts=None))
+    try:
+        actor.accumulate_gradients(batches)
+    except ValueError as error:
+        return str(error)
+    return "nothing"
+
+
 def _run_case(
     platform: Any, model_dir: str, layout: Layout, groups: list[dict[str, Any]], save_as: str
 ) -> dict[str, Any]:
@@ -88,6 +98,8 @@ def _run_case(
         "replayed": {},
         "own": {},
     }
+    if layout.pp == 1 and layout.megatron:
+        result["mixed"] = _mixed(actor, [m.with_old_logprobs(o) for m, o in zip(micro_batches, old, strict=True)])
     if here.reports_loss:
         for name, outputs in (("replayed", replayed), ("own", own)):
             for micro, (logprobs, _) in zip(micro_batches, outputs, strict=True):

@@ -338,6 +338,8 @@ def gradients_by_file_name(model: Any, model_dir: Path) -> dict[str, torch.Tenso
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
+        for buffer in model.buffers():  # a router's selection bias has no gradient
+            buffer.zero_()
     folder = model_dir.parent / f"{model_dir.name}-gradients"
     model.save_pretrained(str(folder))
     return load_file(folder / "model.safetensors")

@@ -279,6 +279,11 @@ def test_gradients_follow_the_forced_choices_through_recomputation(replays: Repl
     assert max(float(g.abs().max()) for key, g in got.items() if ".gate.weight" in key) > 1e-3 * float(norm)
 
 
+def test_a_training_pass_with_and_without_choices_is_refused(replays: Replays) -> None:
+    said = [rank[FORCED_CASES[0]]["mixed"] for rank in replays.ranks]
+    assert said == ["a micro-batch without expert choices after one with: recomputation could not tell them apart"] * 2
+
+
 def forced_gradients(folder: Path, groups: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
     """DAPO's loss at ratio 1 with transformers' autograd in float64, every router forced."""
     routers = HFRouters(load_model(folder).double())

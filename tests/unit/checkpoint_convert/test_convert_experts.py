@@ -93,9 +93,9 @@ def test_names_of_latent_attention_in_both_specs(model_folder: ModelFolder) -> N
         "self_attention.linear_proj.weight": (48, 16),
     }
     assert shapes["local"] == shared | {
-        "self_attention.linear_q_down_proj.weight": (6, 48),
+        "self_attention.linear_q_down_proj.weight": (24, 48),
         "self_attention.q_layernorm.weight": (24,),
-        "self_attention.linear_kv_down_proj.weight": (7, 48),
+        "self_attention.linear_kv_down_proj.weight": (28, 48),
         "self_attention.kv_layernorm.weight": (20,),
     }
     assert shapes["te"] == shared | {
