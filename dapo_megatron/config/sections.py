@@ -125,7 +125,9 @@ class TrainerSection(Section):
         32, gt=0, description="Prompts in one optimizer update; divides rollout.prompts_per_step."
     )
     max_tokens_per_gpu: int = Field(16384, gt=0, description="Token budget of one packed micro-batch.")
-    logprob_chunk_tokens: int = Field(1024, gt=0, description="Rows of the logits turned into log-probs at a time.")
+    logprob_chunk_tokens: int = Field(
+        1024, gt=0, description="Rows whose logits may exist at a time, in forward and backward."
+    )
     max_nonfinite_updates: int = Field(
         3, gt=0, description="Skipped updates in a row (NaN or inf) after which the run stops."
     )

@@ -204,6 +204,29 @@ def whole_gradients(actor: Any, loss_batches: list[Any]) -> dict[str, Any]:
     return merged(actor, lambda p: p.main_grad if hasattr(p, "main_grad") else p * 0, atol=1e-6)
 
 
+def score_sequences(
+    model_dir: str, layout: Layout, sequences: list[tuple[list[int], list[int]]], temperature: float
+) -> tuple[np.ndarray, np.ndarray]:
+    """On one rank: log-probs and entropies of all response tokens of `(prompt, response)` pairs, on the last stage."""
+    from dapo_megatron.actor.process_groups import shutdown
+    from dapo_megatron.batching.pack import pack
+    from dapo_megatron.platform import current_platform
+
+    platform = current_platform()
+    from checkpoint_convert.architecture import read_architecture
+    from dapo_megatron.actor.actor import Actor
+    from dapo_megatron.actor.process_groups import initialize
+
+    config = make_config(model_dir, layout, int(os.environ["WORLD_SIZE"]), groups=4, group_size=2)
+    here = initialize(config.parallel, platform, seed=1)
+    actor = Actor(config, read_architecture(model_dir), here, platform)
+    actor.load_hf(model_dir)
+    packed = pack([(np.array(p), np.array(r)) for p, r in sequences], config.parallel.token_alignment)
+    ((logprobs, entropy),) = actor.logprobs([packed], temperature)
+    shutdown()
+    return logprobs.cpu().numpy(), entropy.cpu().numpy()
+
+
 def run_layouts(
     cases: list[tuple[str, Layout]],
     groups: list[dict[str, Any]],

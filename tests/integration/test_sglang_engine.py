@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import pytest
+import requests
 import torch
 from safetensors.torch import load_file
 
@@ -31,6 +32,8 @@ from rollout_service.process_guard import descendants
 from rollout_service.sample import FinishReason
 from rollout_service.server_process import SglangServer
 from rollout_service.weights_client import WeightsClient
+from tests.integration.actor_ranks import Layout, score_sequences
+from tests.ranks import run_ranks
 from tests.service_settings import service_settings
 from tests.toy_models import hf_logprobs, load_model, make_model
 
@@ -102,6 +105,34 @@ def test_output_logprobs_equal_transformers_after_temperature(served: Served, te
     assert got.finish_reason is FinishReason.LENGTH
     assert got.versions == ((0, 40),)
     np.testing.assert_allclose(got.logprobs, served.expected(OLD, got.ids, temperature), atol=1e-4)
+
+
+def test_logprobs_and_entropy_under_temperature_equal_the_trainers(served: Served) -> None:
+    served.load(OLD, 0)
+    temperature = 0.7
+    body = {
+        "input_ids": PROMPT,
+        "sampling_params": {"temperature": temperature, "max_new_tokens": 40, "ignore_eos": True},
+        "return_logprob": True,
+        "top_logprobs_num": served.vocab_size,  # all of them, so that the entropy can be had
+    }
+    session = requests.Session()
+    session.trust_env = False
+    reply = session.post(
+        f"{served.endpoint.url}/generate", json=body, headers=served.endpoint.headers, timeout=60
+    ).json()
+    chosen = np.array([triple[0] for triple in reply["meta_info"]["output_token_logprobs"]])
+    everything = np.array([[t[0] for t in row] for row in reply["meta_info"]["output_top_logprobs"]])
+    assert everything.shape == (40, served.vocab_size)
+    np.testing.assert_allclose(np.exp(everything).sum(1), 1.0, atol=1e-5)
+    entropy = -(np.exp(everything) * everything).sum(1)
+    layout = Layout(tp=2, sequence_parallel=True)
+    scored = run_ranks(
+        2, score_sequences, str(served.folders[OLD]), layout, [(PROMPT, reply["output_ids"])], temperature
+    )
+    for logprobs, entropies in scored:
+        np.testing.assert_allclose(logprobs, chosen, atol=1e-4)
+        np.testing.assert_allclose(entropies, entropy, atol=1e-4)
 
 
 def test_input_logprobs_equal_transformers_without_temperature(served: Served) -> None:
