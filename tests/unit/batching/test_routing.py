@@ -34,7 +34,7 @@ EXPERTS = {
 
 def choices(rows: int, seed: int) -> np.ndarray:
     rng = np.random.default_rng(seed)
-    return np.stack([rng.permuted(5)[:2] for _ in range(rows * 2)]).reshape(rows, 2, 2).astype(np.uint8)
+    return np.stack([rng.permutation(5)[:2] for _ in range(rows * 2)]).reshape(rows, 2, 2).astype(np.uint8)
 
 
 def sequences(*lengths: tuple[int, int]) -> list[tuple[np.ndarray, np.ndarray]]:
