@@ -12,7 +12,6 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-
 _PR_SET_PDEATHSIG = 1
 
 

@@ -25,6 +25,11 @@ _UNEVEN_STAGES = (
     "num_layers_in_last_pipeline_stage",
     "pipeline_model_parallel_layout",
 )
+_REFUSED_BALANCING = {
+    "global_aux_loss": "accumulates over steps, which the trainer does not reset",
+    "seq_aux_loss": "takes a packed micro-batch for one sequence",
+    "sinkhorn": "routes otherwise than the engines do",
+}
 _LARGEST_HEADER_BYTES = 100_000_000
 
 
@@ -59,6 +64,11 @@ def _check_model(config: RunConfig) -> list[str]:
         arch = read_architecture(folder)
     except CheckpointError as error:
         return [*problems, f"model.path: {error}"]
+    if arch.family == "qwen3_moe" and arch.moe is not None and not all(arch.moe.moe_layers):
+        problems.append(
+            f"model.path: {folder} has dense layers between its expert layers (mlp_only_layers, decoder_sparse_step), which SGLang "
+            "ignores for qwen3_moe: the engines would compute another model"
+        )
     return problems + check_layout(config, arch)
 
 
@@ -142,6 +152,10 @@ def _expert_problems(config: RunConfig, arch: ModelArchitecture) -> list[str]:
         problems.append(
             f"parallel.expert_tensor_parallel_size={etp} does not divide an expert's intermediate size {moe.expert_ffn_hidden_size}"
         )
+    balancing = config.megatron.get("moe_router_load_balancing_type", "none")
+    for kind, reason in _REFUSED_BALANCING.items():
+        if kind in (balancing if isinstance(balancing, list) else [balancing]):
+            problems.append(f"megatron.moe_router_load_balancing_type: {kind} {reason}; use aux_loss")
     if parallel.tensor_model_parallel_size > 1 and not parallel.sequence_parallel:
         problems.append(
             "parallel.sequence_parallel must be true for a model with routed experts and tensor_model_parallel_size above 1"

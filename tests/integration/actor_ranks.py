@@ -50,6 +50,7 @@ class Layout:
     vp: int = 1
     ep: int = 1
     etp: int | None = None
+    cp: int = 1
     padded: bool = False
     distributed_optimizer: bool = True
     label: str = ""
@@ -63,6 +64,7 @@ class Layout:
             f"pp{self.pp}",
             f"vp{self.vp}" if self.vp > 1 else "",
             f"ep{self.ep}" if self.ep > 1 else "",
+            f"cp{self.cp}" if self.cp > 1 else "",
         ]
         parts += [f"etp{self.etp}" if self.etp else "", "sp" if self.sequence_parallel else "", f"mb{self.max_tokens}"]
         parts += ["padded" if self.padded else "", "" if self.distributed_optimizer else "plainopt"]
@@ -85,6 +87,7 @@ def make_config(
             "tensor_model_parallel_size": layout.tp,
             "pipeline_model_parallel_size": layout.pp,
             "virtual_pipeline_model_parallel_size": layout.vp,
+            "context_parallel_size": layout.cp,
             "expert_model_parallel_size": layout.ep,
             "expert_tensor_parallel_size": layout.etp,
             "sequence_parallel": layout.sequence_parallel,
