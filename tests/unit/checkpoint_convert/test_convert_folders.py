@@ -79,13 +79,6 @@ def test_everything_that_belongs_to_the_model_comes_out(tmp_path: Path, models: 
         assert (out / name).read_bytes() == (source / name).read_bytes()
 
 
-def test_two_workers_write_what_one_writes(tmp_path: Path, models: dict[str, Path]) -> None:
-    checkpoint = hf_to_megatron(models["qwen3"], tmp_path / "megatron", FAST)
-    one = megatron_to_hf(checkpoint, tmp_path / "one", FAST, max_shard_bytes=60_000)
-    two = megatron_to_hf(checkpoint, tmp_path / "two", Options(workers=2, durable=False), max_shard_bytes=60_000)
-    assert {p.name: p.read_bytes() for p in one.iterdir()} == {p.name: p.read_bytes() for p in two.iterdir()}
-
-
 def test_dtype_is_cast_and_buffers_keep_float32(tmp_path: Path) -> None:
     source = make_model(tmp_path / "source", "glm4_moe")
     checkpoint = hf_to_megatron(source, tmp_path / "megatron", Options(dtype=torch.bfloat16, durable=False))
