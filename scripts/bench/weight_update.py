@@ -1,6 +1,6 @@
 """GB/s of a weight update over gloo against a bare broadcast of as many bytes.
 
-    python scripts/bench/weight_update.py [--layers 12] [--bucket-mb 32] [--repeats 5] [--publishers 8]
+    python scripts/bench/weight_update.py [--layers 12] [--bucket-mb 32] [--repeats 9] [--publishers 8]
 
 Four trainer ranks hold a bfloat16 Llama at TP2 x PP2 (Megatron modules, random weights). They publish it through
 `DistributedTransport` to two receivers: plan, gather, merge, one group per publisher, begin to end of the update as the
@@ -9,7 +9,8 @@ SGLang server, joins the groups and receives the tensors as SGLang does, and dro
 numbers are the trainer's side and the wire.
 
 The bare broadcast sends the same number of bytes from one process to two others in one gloo group, tensor by tensor of the
-bucket's size, nothing gathered, nothing asked. Both take the median of the repeats after one for warming up.
+bucket's size, nothing gathered, nothing asked. It is measured before and after the updates. All take the median of the
+repeats after one for warming up.
 
 The last line is a JSON object; `ratio` is GB/s of the update over GB/s of the bare broadcast.
 """
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import statistics
 import sys
@@ -137,23 +139,33 @@ def bare(size: int, bucket_mb: float, repeats: int) -> list[float]:
     return seconds[1:]
 
 
+def measure_bare(size: int, bucket_mb: float, repeats: int) -> list[float]:
+    """Seconds of each repeat until the last of the three processes was through."""
+    ranks = run_ranks(3, bare, size, bucket_mb, repeats, timeout_s=TIMEOUT_S)
+    return [max(rank[i] for rank in ranks) for i in range(repeats)]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--bucket-mb", type=float, default=32.0)
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--publishers", type=int, default=8)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(CONFIG | {"num_hidden_layers": options.layers}))
+        from checkpoint_convert.architecture import read_architecture
+        from checkpoint_convert.mapping import build_mapping, hf_shapes
+
+        size = 2 * sum(math.prod(s) for s in hf_shapes(build_mapping(read_architecture(folder), "local")).values())
+        bare_s = measure_bare(size, options.bucket_mb, options.repeats)
         ranks = run_ranks(
             4, publish, folder, options.bucket_mb, options.publishers, options.repeats, timeout_s=TIMEOUT_S
         )
+        bare_s = statistics.median(bare_s + measure_bare(size, options.bucket_mb, options.repeats))
     first = ranks[0]
-    size = first["bytes"]
-    plain = run_ranks(3, bare, size, options.bucket_mb, options.repeats, timeout_s=TIMEOUT_S)
+    assert first["bytes"] == size
     update_s = statistics.median(max(rank["walls"][i] for rank in ranks) for i in range(options.repeats))
-    bare_s = statistics.median(max(rank[i] for rank in plain) for i in range(options.repeats))
     phases = {
         name: statistics.median(phase[name] for phase in first["phases"]) for name in ("begin", "gather", "send", "end")
     }
