@@ -129,7 +129,7 @@ def test_the_commands_agree_about_a_round_trip(root: Path) -> None:
     assert run("hf-to-megatron", source, root / "small-bf16", "--dtype", "bf16").returncode == 0
     rounded = run("verify", root / "small-bf16", source)
     assert rounded.returncode == 1
-    assert "lm_head.weight: dtype torch.bfloat16 and torch.float32" in rounded.stdout
+    assert "model.embed_tokens.weight: dtype torch.bfloat16 and torch.float32" in rounded.stdout
     close = run("verify", root / "small-bf16", source, "--rtol", 0.004, "--atol", 0)
     assert close.returncode == 0, close.stdout
 
