@@ -74,7 +74,9 @@ def places(arch: ModelArchitecture, stacked: bool) -> dict[str, Place]:
     for name, entry in build_mapping(arch, "local").items():
         if entry.tied_copy:
             continue
-        keys = {_key(_renamed(name), stacked): None, _key(te_names[entry.hf], stacked): None}
+        # The local spec for latent attention renames nothing.
+        local = name if arch.latent_attention is not None else _renamed(name)
+        keys = {_key(local, stacked): None, _key(te_names[entry.hf], stacked): None}
         layer = layer_of(name)
         index, lead = [], []
         if stacked and layer is not None:

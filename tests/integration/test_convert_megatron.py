@@ -20,6 +20,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen2-tied": {"family": "qwen2", "tie": True, "vocab_size": 77},
     "qwen3_moe": {"family": "qwen3_moe"},
     "glm4_moe": {"family": "glm4_moe", "vocab_size": 77},
+    "deepseek_v3": {"family": "deepseek_v3"},
 }
 TP2PP2 = Layout(tp=2, pp=2)
 LAYOUTS = {
@@ -27,6 +28,7 @@ LAYOUTS = {
     "qwen2-tied": [TP2PP2, Layout(tp=4), Layout(tp=2, sequence_parallel=True)],
     "qwen3_moe": [Layout(tp=2, sequence_parallel=True, ep=4, etp=1), Layout(tp=4, sequence_parallel=True), Layout(ep=2)],
     "glm4_moe": [Layout(tp=2, sequence_parallel=True, ep=2, etp=2), Layout(tp=4, sequence_parallel=True), Layout(ep=4)],
+    "deepseek_v3": [Layout(tp=2, sequence_parallel=True, ep=2, etp=1), Layout(tp=4, sequence_parallel=True), Layout(ep=2)],
 }  # fmt: skip
 
 
