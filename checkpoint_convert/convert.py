@@ -20,8 +20,15 @@ import torch
 from checkpoint_convert import job
 from checkpoint_convert.byte_stream import OnBytes, naming_write_errors
 from checkpoint_convert.errors import CheckpointError
-from checkpoint_convert.export import DEFAULT_SHARD_BYTES, check_replaceable, copy_companions, export_config, write_json
-from checkpoint_convert.hf import INDEX_FILE, SINGLE_FILE
+from checkpoint_convert.export import (
+    DEFAULT_SHARD_BYTES,
+    check_replaceable,
+    copy_companions,
+    export_config,
+    plan_shards,
+    write_json,
+)
+from checkpoint_convert.hf import INDEX_FILE
 from checkpoint_convert.mapping import ParamMapping
 from checkpoint_convert.megatron import extra_state_keys, full_shape, layers_are_stacked, pieces, places
 from checkpoint_convert.safetensors_file import SafetensorsFile, TensorPlan
@@ -125,20 +132,14 @@ def megatron_to_hf(
     side = None if hf_source is None else Path(hf_source)
     opened = open_megatron(Path(source), side)
     plans = [
-        (TensorPlan(name, shape, _dtype(opened, entry, options.dtype)), entry)
+        TensorPlan(name, shape, _dtype(opened, entry, options.dtype))
         for entry in opened.mapping.values()
         if not entry.tied_copy
         for name, shape in zip(entry.hf, entry.hf_shapes, strict=True)
     ]
-    groups = list(_grouped([(plan.name, plan.size) for plan, _ in plans], max_shard_bytes))
-    names = [SINGLE_FILE]
-    if len(groups) > 1:
-        names = [f"model-{i + 1:05d}-of-{len(groups):05d}.safetensors" for i in range(len(groups))]
-    outputs = [
-        job.OutputFile(name, tuple(tensor for tensor, _ in group), sum(size for _, size in group))
-        for name, group in zip(names, groups, strict=True)
-    ]
-    writer = _ToHF(Path(source), side, {plan.name: plan for plan, _ in plans})
+    (files,) = plan_shards([plans], max_shard_bytes)
+    outputs = [job.OutputFile(file.name, tuple(tensor.name for tensor in file.tensors), file.size) for file in files]
+    writer = _ToHF(Path(source), side, {plan.name: plan for plan in plans})
 
     def finish(folder: Path, _: list[list[dict[str, Any]]]) -> None:
         with naming_write_errors(folder, "the files that go with the model"):

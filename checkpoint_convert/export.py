@@ -1,9 +1,15 @@
-"""Writing a HF folder from a stream of tensors: safetensors shards, config.json, tokenizer files.
+"""Writing a HF folder whose tensors come as streams, from one process or from several: safetensors shards, config.json,
+tokenizer files.
 
-    export_hf(mapping, stream_of_name_and_tensor, out_dir, source_dir, torch.bfloat16)
+    parts = plan_shards([tensor_plans(mapping, keys, torch.bfloat16) for keys in keys_of_each_process], max_shard_bytes)
+    folder = ExportFolder(out_dir, source_dir, torch.bfloat16)
+    folder.create()                                         # one process
+    with ShardWriter(folder.incomplete, parts[i]) as writer:    # every process, its own part
+        writer.add(name, tensor)                            # in the order of the plan
+    folder.publish(parts)                                   # one process, when all are through
 
-The folder appears whole or not at all: everything is written and synced in a hidden folder beside it, then renamed.
-Memory: one shard of `max_shard_bytes`.
+The folder appears whole or not at all: everything is written in a hidden folder beside it, then renamed. What is in which
+file follows from names and shapes alone, so the processes agree without talking, and no tensor waits for its file to be full.
 """
 
 from __future__ import annotations
@@ -11,18 +17,20 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
+from checkpoint_convert.byte_stream import naming_write_errors
 from checkpoint_convert.errors import CheckpointError
 from checkpoint_convert.families.experts import PREDICTION_LAYER_FIELDS
 from checkpoint_convert.hf import DTYPES, INDEX_FILE, SINGLE_FILE
-from checkpoint_convert.mapping import ParamMapping, hf_shapes
+from checkpoint_convert.mapping import ParamMapping
+from checkpoint_convert.safetensors_file import SafetensorsFile, TensorPlan
 
 # What goes with the weights: tokenizer (fast, SentencePiece, tiktoken, BPE files, own code), chat templates, special
 # tokens, generation settings, licence. Weights, indices and config.json are written anew.
@@ -34,144 +42,201 @@ _COMPANIONS = (
 DEFAULT_SHARD_BYTES = 5_000_000_000
 
 
-def export_hf(
-    mapping: Mapping[str, ParamMapping],
-    tensors: Iterable[tuple[str, Tensor]],
-    out_dir: Path | str,
-    source_dir: Path | str,
-    dtype: torch.dtype,
-    max_shard_bytes: int = DEFAULT_SHARD_BYTES,
-) -> Path:
-    """Write the model to `out_dir`, replacing an earlier export there.
+@dataclass(frozen=True)
+class ShardFile:
+    """A safetensors file to write, and its tensors in their order."""
+
+    name: str
+    tensors: tuple[TensorPlan, ...]
+
+    @property
+    def size(self) -> int:
+        """Bytes of tensors."""
+        return sum(tensor.size for tensor in self.tensors)
+
+
+def tensor_plans(mapping: Mapping[str, ParamMapping], keys: Iterable[str], dtype: torch.dtype) -> list[TensorPlan]:
+    """The HF tensors of `keys`, in order, as they are written in an export of `dtype`.
+
+    Buffers (the router's `e_score_correction_bias`) stay float32, in which transformers keeps them whatever the model's
+    dtype is. A tied copy is not written.
+    """
+    return [
+        TensorPlan(name, shape, torch.float32 if entry.buffer else dtype)
+        for entry in (mapping[key] for key in keys)
+        if not entry.tied_copy
+        for name, shape in zip(entry.hf, entry.hf_shapes, strict=True)
+    ]
+
+
+def plan_shards(
+    parts: Sequence[Sequence[TensorPlan]], max_shard_bytes: int = DEFAULT_SHARD_BYTES
+) -> list[tuple[ShardFile, ...]]:
+    """Split each part's tensors into files of at most `max_shard_bytes`, or of one tensor that is larger.
+
+    The files of all parts are numbered through and make up one model together; they are as many on every process.
+    """
+    cut = [list(_runs(part, max_shard_bytes)) for part in parts]
+    names = iter(_shard_names(sum(len(runs) for runs in cut)))
+    return [tuple(ShardFile(next(names), run) for run in runs) for runs in cut]
+
+
+def _runs(tensors: Sequence[TensorPlan], limit: int) -> Iterator[tuple[TensorPlan, ...]]:
+    run: list[TensorPlan] = []
+    size = 0
+    for tensor in tensors:
+        if run and size + tensor.size > limit:
+            yield tuple(run)
+            run, size = [], 0
+        run.append(tensor)
+        size += tensor.size
+    if run:
+        yield tuple(run)
+
+
+def _shard_names(count: int) -> list[str]:
+    return [SINGLE_FILE] if count == 1 else [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
+
+
+def incomplete_folder(out_dir: Path) -> Path:
+    """Where the export to `out_dir` comes about. One fixed name, so that what a killed run left is cleared by the next."""
+    return out_dir.absolute().parent / f".{out_dir.name}.incomplete"
+
+
+class ExportFolder:
+    """A HF folder in the making, and what stands in it beside the shards.
 
     Args:
-        tensors: (HF name, tensor) pairs in any order, each tensor once, on any device; consumed one by one, so buffers
-            may be reused after the next pair is asked for.
+        out_dir: the folder to be; an earlier export there is replaced.
         source_dir: the folder that the model came from, for config.json, tokenizer and generation settings.
-        dtype: of every parameter written, and of config.json. Buffers (the router's `e_score_correction_bias`) are written
-            in float32, in which transformers keeps them whatever the model's dtype is.
-
-    Returns:
-        `out_dir`.
-
-    Raises:
-        CheckpointError: a tensor is unknown, twice there, missing or of the wrong shape, or `out_dir` cannot be
-            replaced. Nothing is published then.
-    """
-    expected = hf_shapes(mapping)
-    buffers = {name for entry in mapping.values() if entry.buffer for name in entry.hf}
-    with HFWriter(out_dir, source_dir, dtype, max_shard_bytes) as writer:
-        for name, tensor in tensors:
-            if name not in expected:
-                raise CheckpointError(f"cannot export {name}: it is not a tensor of this model")
-            if tuple(tensor.shape) != expected[name]:
-                raise CheckpointError(f"cannot export {name}: shape {tuple(tensor.shape)}, expected {expected[name]}")
-            writer.add(name, tensor, torch.float32 if name in buffers else dtype)
-        missing = [name for name in expected if name not in writer.written]
-        if missing:
-            raise CheckpointError(
-                f"cannot export to {out_dir}: {missing[0]} was not given ({len(missing)} of {len(expected)} tensors missing)"
-            )
-    return writer.out_dir
-
-
-class HFWriter:
-    """A HF folder in the making. Use as a context manager: leaving it normally publishes, an exception discards.
+        dtype: of the parameters, for config.json.
+        durable: wait until everything is on disk before it is published, so that a crash of the machine cannot lose it.
 
     Raises:
         CheckpointError: `out_dir` is the source folder or holds something that is not a model; `source_dir` has no
             readable config.json; a dtype that config.json cannot name.
     """
 
-    def __init__(
-        self,
-        out_dir: Path | str,
-        source_dir: Path | str,
-        dtype: torch.dtype,
-        max_shard_bytes: int = DEFAULT_SHARD_BYTES,
-    ) -> None:
+    def __init__(self, out_dir: Path | str, source_dir: Path | str, dtype: torch.dtype, durable: bool = True) -> None:
         self.out_dir = Path(out_dir).absolute()
-        self.source_dir = Path(source_dir).absolute()
-        self.dtype = dtype
-        self.max_shard_bytes = max_shard_bytes
-        self.written: dict[str, int] = {}  # tensor name -> shard number, from 0
-        self._shard: dict[str, Tensor] = {}
-        self._shard_bytes = 0
-        self._total_bytes = 0
-        self._shards = 0
+        self.incomplete = incomplete_folder(self.out_dir)
+        self._source_dir = Path(source_dir).absolute()
+        self._durable = durable
         if dtype not in DTYPES.values():
             raise CheckpointError(f"cannot export as {dtype}: use {', '.join(str(known) for known in DTYPES.values())}")
-        self._config = export_config(self.source_dir / "config.json", dtype)
-        check_replaceable(self.out_dir, self.source_dir)
-        # One fixed name, so that what a killed run left behind is cleared by the next.
-        self._temporary = self.out_dir.parent / f".{self.out_dir.name}.incomplete"
+        self._config = export_config(self._source_dir / "config.json", dtype)
+        check_replaceable(self.out_dir, self._source_dir)
 
-    def __enter__(self) -> HFWriter:
-        shutil.rmtree(self._temporary, ignore_errors=True)
-        self._temporary.mkdir(parents=True)
-        return self
+    def create(self) -> None:
+        """
+        Raises:
+            CheckpointError: the place cannot be written.
+        """
+        with naming_write_errors(self.incomplete, "a new folder"):
+            shutil.rmtree(self.incomplete, ignore_errors=True)
+            self.incomplete.mkdir(parents=True)
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        try:
-            if kind is None:
-                self._finish()
-        finally:
-            shutil.rmtree(self._temporary, ignore_errors=True)
-
-    def add(self, name: str, tensor: Tensor, dtype: torch.dtype | None = None) -> None:
-        """Take a copy of `tensor` on the CPU, in `dtype` (None: the export's); write a shard when it is full.
+    def publish(self, parts: Sequence[Sequence[ShardFile]]) -> None:
+        """Add what is missing beside the shards and give the folder its name.
 
         Raises:
-            CheckpointError: `name` was added before.
+            CheckpointError: a shard is not there, or the disk is full. Call `discard` then.
         """
-        if name in self.written:
-            raise CheckpointError(f"cannot export {name}: it was given twice")
-        dtype = dtype or self.dtype
-        size = tensor.numel() * dtype.itemsize
-        if self._shard and self._shard_bytes + size > self.max_shard_bytes:
-            self._flush()
-        copy = torch.empty(tensor.shape, dtype=dtype, device="cpu")
-        copy.copy_(tensor.detach())
-        self._shard[name] = copy
-        self._shard_bytes += size
-        self._total_bytes += size
-        self.written[name] = self._shards
+        files = [file for part in parts for file in part]
+        with naming_write_errors(self.incomplete, "the files that go with the model"):
+            for file in files:
+                self._check(file)
+            if len(files) > 1:
+                weight_map = dict(sorted((tensor.name, file.name) for file in files for tensor in file.tensors))
+                metadata = {"total_size": sum(file.size for file in files)}
+                write_json(
+                    self.incomplete / INDEX_FILE, {"metadata": metadata, "weight_map": weight_map}, self._durable
+                )
+            write_json(self.incomplete / "config.json", self._config, self._durable)
+            copy_companions(self._source_dir, self.incomplete, self._durable)
+            if self._durable:
+                sync(self.incomplete)
+        with naming_write_errors(self.out_dir, "the finished model"):
+            publish(self.incomplete, self.out_dir, self._durable)
 
-    def _flush(self) -> None:
-        path = self._temporary / _part(self._shards)
-        save_file(self._shard, path, metadata={"format": "pt"})
-        sync(path)
-        self._shards += 1
-        self._shard = {}
-        self._shard_bytes = 0
+    def discard(self) -> None:
+        """Remove everything that was written."""
+        shutil.rmtree(self.incomplete, ignore_errors=True)
 
-    def _finish(self) -> None:
-        if self._shard or not self._shards:
-            self._flush()
-        files = (
-            [SINGLE_FILE]
-            if self._shards == 1
-            else [f"model-{i + 1:05d}-of-{self._shards:05d}.safetensors" for i in range(self._shards)]
-        )
-        for number, file in enumerate(files):
-            (self._temporary / _part(number)).rename(self._temporary / file)
-        if self._shards > 1:
-            weight_map = {name: files[number] for name, number in self.written.items()}
-            write_json(
-                self._temporary / INDEX_FILE, {"metadata": {"total_size": self._total_bytes}, "weight_map": weight_map}
+    def _check(self, file: ShardFile) -> None:
+        path = self.incomplete / file.name
+        found = path.stat().st_size if path.is_file() else 0
+        if found < file.size:
+            raise CheckpointError(
+                f"{path}: has {found} bytes here, but its tensors have {file.size}: is the folder shared by all who write?"
             )
-        write_json(self._temporary / "config.json", self._config)
-        # safetensors makes files that only their owner may read; give them the mode of any other new file.
-        mode = (self._temporary / "config.json").stat().st_mode
-        for file in files:
-            (self._temporary / file).chmod(mode)
-        copy_companions(self.source_dir, self._temporary)
-        sync(self._temporary)
-        publish(self._temporary, self.out_dir)
 
 
-def _part(number: int) -> str:
-    return f"part-{number:05d}.safetensors"
+class ShardWriter:
+    """Writes the files of one part, tensor by tensor. Use as a context manager: it closes the file that is open.
+
+    Args:
+        durable: wait until each file is on disk before the next is begun.
+    """
+
+    def __init__(self, folder: Path, files: Sequence[ShardFile], durable: bool = True) -> None:
+        self._folder = folder
+        self._left = iter(files)
+        self._durable = durable
+        self._due: list[TensorPlan] = []  # of the open file, the next one last
+        self._path = folder
+        self._file: BinaryIO | None = None
+        self._content: SafetensorsFile | None = None
+
+    def __enter__(self) -> ShardWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Write the next tensor of the plan, cast to its planned dtype; on any device.
+
+        Raises:
+            CheckpointError: the disk is full or the file cannot be written; names it.
+            ValueError: the tensor is not the next one, or has another shape than planned.
+        """
+        if not self._due:
+            self._open()
+        plan = self._due.pop()
+        if name != plan.name:
+            raise ValueError(f"{self._path}: {name} was given, but {plan.name} is next")
+        assert self._content is not None
+        self._content.append(tensor.detach().cpu())
+        if not self._due:
+            self._close()
+
+    def finish(self) -> None:
+        """
+        Raises:
+            ValueError: not all tensors were given.
+        """
+        left = self._due[::-1] + [tensor for file in self._left for tensor in file.tensors]
+        if left:
+            raise ValueError(f"{self._folder}: {left[0].name} was not given ({len(left)} tensors are missing)")
+
+    def _open(self) -> None:
+        file = next(self._left, None)
+        if file is None:
+            raise ValueError(f"{self._folder}: more tensors were given than planned")
+        self._path = self._folder / file.name
+        with naming_write_errors(self._path, "a new file"):
+            self._file = self._path.open("wb", buffering=0)
+        self._content = SafetensorsFile(self._path, self._file, file.tensors)
+        self._due = list(reversed(file.tensors))
+
+    def _close(self) -> None:
+        assert self._file is not None
+        with naming_write_errors(self._path, "the end of the file"):
+            if self._durable:
+                os.fsync(self._file.fileno())
+            self._file.close()
 
 
 def export_config(path: Path, dtype: torch.dtype) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import BinaryIO
 import torch
 from torch import Tensor
 
-from checkpoint_convert.byte_stream import OnBytes, naming_write_errors, write_stream
+from checkpoint_convert.byte_stream import OnBytes, chunks, naming_write_errors, write_stream
 from checkpoint_convert.hf import DTYPES
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -57,12 +57,23 @@ class SafetensorsFile:
         Raises:
             CheckpointError: the disk is full, or the cast overflows.
         """
-        plan = next(self._next)
-        if tuple(tensor.shape) != plan.shape:
-            raise ValueError(f"{plan.name} has shape {tuple(tensor.shape)}, planned was {plan.shape}")
+        plan = self._take(tensor)
         with naming_write_errors(self.path, plan.name):
             start = self._file.tell()
             return start, write_stream(self._write, tensor, plan.dtype, plan.name, on_bytes)
+
+    def append(self, tensor: Tensor) -> None:
+        """As `add`, where nobody needs the checksum."""
+        plan = self._take(tensor)
+        with naming_write_errors(self.path, plan.name):
+            for data in chunks(tensor, plan.dtype, plan.name):
+                self._write(data)
+
+    def _take(self, tensor: Tensor) -> TensorPlan:
+        plan = next(self._next)
+        if tuple(tensor.shape) != plan.shape:
+            raise ValueError(f"{plan.name} has shape {tuple(tensor.shape)}, planned was {plan.shape}")
+        return plan
 
     def _write(self, data: memoryview) -> None:
         written = 0

@@ -1,50 +1,23 @@
-"""Weights through a shared file system: rank 0 writes a Hugging Face folder, the engines load it."""
+"""Weights through a shared file system: the publishers write a Hugging Face folder together, the engines load it."""
 
 from __future__ import annotations
 
+import logging
 import shutil
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from checkpoint_convert.export import export_hf
 from dapo_megatron.resharder.engine_calls import Call, EngineCalls
-from dapo_megatron.resharder.gather import NamedTensor, ShardedWeights, collect_on_rank_zero
+from dapo_megatron.resharder.gather import ShardedWeights
+from dapo_megatron.resharder.hf_folder import HFFolderExport
 from dapo_megatron.resharder.transport import SyncReport, WeightSyncError
 from rollout_service.engine import EngineEndpoint
 from rollout_service.weights_client import WeightsClient
 
-
-def write_hf_folder(weights: ShardedWeights, *, target: Path, source: Path, dtype: torch.dtype) -> int:
-    """Write the whole model as a Hugging Face folder; all ranks call it together.
-
-    Args:
-        target: folder to create, atomically.
-        source: folder with the config and tokenizer to copy.
-        dtype: of the files.
-
-    Returns:
-        Bytes of tensors written by rank 0; 0 elsewhere.
-    """
-    tensors = collect_on_rank_zero(weights)
-    written = 0
-    if weights.layout.rank == 0:
-
-        def counted() -> Iterator[NamedTensor]:
-            nonlocal written
-            for name, tensor in tensors:
-                written += tensor.numel() * tensor.element_size()
-                yield name, tensor
-
-        export_hf(weights.mapping, counted(), target, source, dtype)
-    else:
-        for _ in tensors:
-            pass
-    dist.barrier()
-    return written
+logger = logging.getLogger(__name__)
 
 
 class DiskTransport:
@@ -55,8 +28,8 @@ class DiskTransport:
     ) -> None:
         self._weights = weights
         self._folder = folder
-        self._source = source
-        self._dtype = dtype
+        # Not durable: after a crash of the machine a run goes on from its checkpoint, not from here.
+        self._export = HFFolderExport(weights, source=source, dtype=dtype, durable=False)
         self._timeout_s = timeout_s
         self._previous: Path | None = None
 
@@ -64,16 +37,14 @@ class DiskTransport:
         target = self._folder / f"v{version}"
         rank = self._weights.layout.rank
         start = time.perf_counter()
-        if rank == 0:
-            self._folder.mkdir(parents=True, exist_ok=True)
-        written = write_hf_folder(self._weights, target=target, source=self._source, dtype=self._dtype)
+        written = self._export.write(target)
         wrote = time.perf_counter()
         report: list[SyncReport | None] = [None]
         if rank == 0:
             lost = self._load(endpoints, target, version)
             # The service needs the folder of before until an engine holds this one.
             if self._previous is not None and self._previous != target and len(lost) < len(endpoints):
-                shutil.rmtree(self._previous)
+                self._remove(self._previous)
             self._previous = target
             seconds = {"gather": wrote - start, "send": time.perf_counter() - wrote}
             report = [SyncReport(self._weights.plan.bytes, written, seconds, lost)]
@@ -98,6 +69,12 @@ class DiskTransport:
             timeout_s=self._timeout_s,
         )
         return tuple(calls.wait().lost.values())
+
+    def _remove(self, folder: Path) -> None:
+        try:
+            shutil.rmtree(folder)
+        except OSError as error:  # the update itself is through
+            logger.warning("old weights in %s stay there: %s", folder, error)
 
     def close(self) -> None:
         """The newest version stays: a restarted engine may still load it."""

@@ -11,10 +11,12 @@ from dapo_megatron.actor.actor import Actor
 from dapo_megatron.actor.transformer_config import TORCH_DTYPES
 from dapo_megatron.config.sections import RunConfig
 from dapo_megatron.platform import Platform
-from dapo_megatron.resharder.disk import DiskTransport, write_hf_folder
+from dapo_megatron.resharder.disk import DiskTransport
 from dapo_megatron.resharder.distributed import DistributedTransport
 from dapo_megatron.resharder.gather import ShardedWeights
+from dapo_megatron.resharder.hf_folder import write_hf_folder
 from dapo_megatron.resharder.plan import Destination, build_plan
+from dapo_megatron.resharder.shared_memory import TensorTransport
 from dapo_megatron.resharder.source import source_layout
 from dapo_megatron.resharder.transport import SyncReport, Transport
 from dapo_megatron.service_client import ServiceClient
@@ -40,6 +42,8 @@ class Resharder:
         self._transport: Transport
         if sync.transport == "distributed":
             self._transport = DistributedTransport(weights, backend=platform.dist_backend, timeout_s=sync.timeout_s)
+        elif sync.transport == "tensor":
+            self._transport = TensorTransport(weights, synchronize=platform.synchronize, timeout_s=sync.timeout_s)
         else:
             self._transport = DiskTransport(
                 weights,
@@ -64,7 +68,7 @@ class Resharder:
         return report
 
     def export(self, target: Path) -> int:
-        """Write the actor's weights as a Hugging Face folder in model.dtype; returns bytes written by rank 0."""
+        """Write the actor's weights as a Hugging Face folder in model.dtype; returns its bytes of tensors."""
         return write_hf_folder(
             self._weights(self._model_dtype),
             target=target,

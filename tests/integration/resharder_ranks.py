@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
+import resource
 import time
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,9 @@ class Case:
         faults: by engine id, what it does at which bucket; see `tests.weight_receiver`.
         dtype: what is published.
         max_publishers: limit of sending ranks.
+        shard_bytes: largest file of an export.
+        blind_rank: sees another folder at the path of the export, as on a host that does not mount it.
+        full_rank: cannot write more than a few kilobytes to a file.
     """
 
     model: str
@@ -33,6 +38,9 @@ class Case:
     dtype: str = "float32"
     max_publishers: int = 64
     timeout_s: float = 60.0
+    shard_bytes: int = 10**9
+    blind_rank: int | None = None
+    full_rank: int | None = None
 
 
 def run_cases(cases: dict[str, Case], export_to: str) -> dict[str, dict[str, Any]]:
@@ -53,7 +61,7 @@ def run_cases(cases: dict[str, Case], export_to: str) -> dict[str, dict[str, Any
                 parallel_state.destroy_model_parallel()
             actor, built = _build(platform, case), (case.model, case.layout)
         try:
-            results[name] = _run(actor, case, receivers, Path(export_to) / name)
+            results[name] = _run(actor, case, receivers, Path(export_to) / name / "model")
         except Exception as error:
             raise RuntimeError(f"in case {name}") from error
     shutdown()
@@ -79,7 +87,6 @@ def _run(actor: Any, case: Case, receivers: Receivers | None, target: Path) -> d
     import torch
     import torch.distributed as dist
 
-    from dapo_megatron.resharder.disk import write_hf_folder
     from dapo_megatron.resharder.distributed import DistributedTransport
     from dapo_megatron.resharder.gather import ShardedWeights
     from dapo_megatron.resharder.plan import Destination, build_plan
@@ -96,8 +103,7 @@ def _run(actor: Any, case: Case, receivers: Receivers | None, target: Path) -> d
     )
     result: dict[str, Any] = {"publishers": plan.publishers, "buckets": len(plan.buckets), "plan_bytes": plan.bytes}
     if not case.engines:
-        result["written"] = write_hf_folder(weights, target=target, source=Path(case.model), dtype=dtype)
-        return result
+        return result | _export(weights, case, dtype, target)
     endpoints = [receivers.start(case.engines, case.faults) if receivers else []]
     dist.broadcast_object_list(endpoints, src=0)
     transport = DistributedTransport(weights, backend="gloo", timeout_s=case.timeout_s)
@@ -119,15 +125,48 @@ def _run(actor: Any, case: Case, receivers: Receivers | None, target: Path) -> d
     return result
 
 
+def _export(weights: Any, case: Case, dtype: Any, target: Path) -> dict[str, Any]:
+    """Write the folder twice, as two updates do."""
+    from dapo_megatron.resharder.hf_folder import HFFolderExport
+    from dapo_megatron.resharder.transport import WeightSyncError
+
+    rank = weights.layout.rank
+    if rank == case.blind_rank:
+        target = target.parent / "elsewhere" / "model"
+        (target.parent / ".model.incomplete").mkdir(parents=True)
+    export = HFFolderExport(
+        weights, source=Path(case.model), dtype=dtype, durable=True, max_shard_bytes=case.shard_bytes
+    )
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("dapo_megatron.resharder.hf_folder")
+    logger.addHandler(handler)
+    try:
+        if rank == case.full_rank:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (8000, limits[1]))
+        written = [export.write(target) for _ in range(2)]
+    except WeightSyncError as error:
+        return {"error": str(error)}
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        logger.removeHandler(handler)
+    return {"written": written, "lines": lines}
+
+
 def file_digests(
     folder: Path | str, dtype: str = "float32", float32: str = "e_score_correction_bias"
 ) -> dict[str, str]:
     """Digest of every tensor of a HF folder, cast to `dtype` except where the name ends with `float32`."""
     import torch
-    from safetensors.torch import load_file
 
-    tensors = load_file(Path(folder) / "model.safetensors")
-    return {
-        name: digest(tensor if name.endswith(float32) else tensor.to(getattr(torch, dtype)))
-        for name, tensor in tensors.items()
-    }
+    from checkpoint_convert.hf import HFReader
+
+    with HFReader(folder) as reader:
+        return {
+            name: digest(
+                reader.tensor(name) if name.endswith(float32) else reader.tensor(name).to(getattr(torch, dtype))
+            )
+            for name in reader.names
+        }
