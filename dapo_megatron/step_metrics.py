@@ -54,6 +54,7 @@ def step_metrics(
         metrics |= {
             "rollout_corr/logprob_abs_diff": probe.max_abs_diff,
             "rollout_corr/logprob_abs_diff_mean": probe.mean_abs_diff,
+            "rollout_corr/probed_engines": float(probe.engines),
         }
     return metrics | ticket.stats
 

@@ -109,6 +109,11 @@ METRICS: tuple[Metric, ...] = (
     ),
     Metric("rollout_corr/logprob_abs_diff_mean", "nats", "mean such difference"),
     Metric(
+        "rollout_corr/probed_engines",
+        "engines",
+        "engines that the comparison covers: all that were up with the new weights",
+    ),
+    Metric(
         "rollout_corr/behaviour_abs_diff",
         "nats",
         "mean |old - behaviour| log-prob over the batch: staleness and arithmetic together",

@@ -20,6 +20,7 @@ class ProbeResult:
     max_abs_diff: float
     mean_abs_diff: float
     worst_engine: int
+    engines: int  # that were asked: all that are up with the current weights
 
 
 def probe_engines(
@@ -44,7 +45,7 @@ def probe_engines(
             worst, worst_engine = float(diff.max()), engine_id
     if not count:
         raise RuntimeError("no engine answered the log-prob probe")
-    return ProbeResult(worst, total / count, worst_engine)
+    return ProbeResult(worst, total / count, worst_engine, len(theirs))
 
 
 def trainer_logprobs(actor: Actor, sequences: list[tuple[np.ndarray, np.ndarray]]) -> np.ndarray:
