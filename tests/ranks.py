@@ -70,6 +70,17 @@ def run_ranks(
     return [collected[rank] for rank in range(world_size)]
 
 
+def leave_model_parallel() -> None:
+    """Give up Megatron's groups, so that the rank can join another layout. Megatron forgets them, but their threads would live on."""
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
+
+
 def _child(
     rank: int, world_size: int, port: int, function: Callable[..., Any], args: tuple[Any, ...], results: Any
 ) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from rollout_service.sample import GroupMeta, Ticket
+from tests.ranks import leave_model_parallel
 
 # `algorithm` blocks beside the default. `options` has everything on that DAPO has off.
 ALGORITHMS: dict[str, dict[str, Any]] = {
@@ -246,8 +247,6 @@ def run_layouts(
     from dapo_megatron.platform import current_platform
 
     platform = current_platform()
-    from megatron.core import parallel_state
-
     results: dict[str, dict[str, Any]] = {}
     for model_dir, layout in cases:
         case = f"{layout.algorithm}:{Path(model_dir).name}" if layout.algorithm else Path(model_dir).name
@@ -257,7 +256,7 @@ def run_layouts(
                 results[case] = _run_case(platform, model_dir, layout, groups, group_size, updates, save_to, case)
         except Exception as error:
             raise RuntimeError(f"in case {case}") from error
-        parallel_state.destroy_model_parallel()
+        leave_model_parallel()
     shutdown()
     return results
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.integration.actor_ranks import Layout, make_config
+from tests.ranks import leave_model_parallel
 
 
 def load_and_save(cases: list[tuple[str, str, Layout, str | None]]) -> list[dict[str, Any]]:
@@ -19,15 +20,13 @@ def load_and_save(cases: list[tuple[str, str, Layout, str | None]]) -> list[dict
     from dapo_megatron.platform import current_platform
 
     platform = current_platform()
-    from megatron.core import parallel_state
-
     outcomes = []
     for model_dir, checkpoint, layout, save_to in cases:
         try:
             outcomes.append(_one(platform, model_dir, checkpoint, layout, save_to))
         except Exception as error:
             raise RuntimeError(f"in case {Path(model_dir).name}/{layout.name}") from error
-        parallel_state.destroy_model_parallel()
+        leave_model_parallel()
     shutdown()
     return outcomes
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.integration.actor_ranks import Layout, make_config
+from tests.ranks import leave_model_parallel
 from tests.weight_receiver import Receivers, digest
 
 # Small enough that a toy model has many buckets.
@@ -48,8 +49,6 @@ def run_cases(cases: dict[str, Case], export_to: str) -> dict[str, dict[str, Any
     from dapo_megatron.platform import current_platform
 
     platform = current_platform()
-    from megatron.core import parallel_state
-
     from dapo_megatron.actor.process_groups import shutdown
 
     results = {}
@@ -58,7 +57,7 @@ def run_cases(cases: dict[str, Case], export_to: str) -> dict[str, dict[str, Any
     for name, case in cases.items():
         if built != (case.model, case.layout):
             if built is not None:
-                parallel_state.destroy_model_parallel()
+                leave_model_parallel()
             actor, built = _build(platform, case), (case.model, case.layout)
         try:
             results[name] = _run(actor, case, receivers, Path(export_to) / name / "model")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.integration.actor_ranks import Layout, make_config, make_ticket, whole_gradients
+from tests.ranks import leave_model_parallel
 
 
 def run_replay(cases: list[tuple[str, Layout, list[dict[str, Any]]]], save_to: str) -> dict[str, dict[str, Any]]:
@@ -20,8 +21,6 @@ def run_replay(cases: list[tuple[str, Layout, list[dict[str, Any]]]], save_to: s
     from dapo_megatron.platform import current_platform
 
     platform = current_platform()
-    from megatron.core import parallel_state
-
     results = {}
     for model_dir, layout, groups in cases:
         case = f"{Path(model_dir).name}/{layout.name}"
@@ -29,7 +28,7 @@ def run_replay(cases: list[tuple[str, Layout, list[dict[str, Any]]]], save_to: s
             results[case] = _run_case(platform, model_dir, layout, groups, f"{save_to}/{case.replace('/', '@')}")
         except Exception as error:
             raise RuntimeError(f"in case {case}") from error
-        parallel_state.destroy_model_parallel()
+        leave_model_parallel()
     shutdown()
     return results
 

@@ -28,6 +28,8 @@ from tests.integration.actor_ranks import (
 from tests.ranks import run_ranks
 from tests.toy_models import VOCAB_SIZE, hf_logprobs, load_model, make_model
 
+pytestmark = pytest.mark.timeout(3600)  # the first test waits for all cases; `run_ranks` has the tighter limit
+
 GROUPS, GROUP_SIZE, UPDATES = 4, 3, 3
 
 # Every kind of layout on one dense family.
@@ -139,7 +141,7 @@ def references(models: dict[str, Path], groups: list[dict[str, Any]]) -> dict[st
 def runs(models: dict[str, Path], groups: list[dict[str, Any]], tmp_path_factory: pytest.TempPathFactory) -> Runs:
     folder = tmp_path_factory.mktemp("runs")
     cases = [(str(models[name]), layout) for name, (_, _, layouts) in FAMILIES.items() for layout in layouts]
-    return Runs(run_ranks(4, run_layouts, cases, groups, GROUP_SIZE, UPDATES, str(folder), timeout_s=400), folder)
+    return Runs(run_ranks(4, run_layouts, cases, groups, GROUP_SIZE, UPDATES, str(folder), timeout_s=600), folder)
 
 
 @pytest.fixture(scope="module")
@@ -290,7 +292,8 @@ def test_bfloat16_is_close_and_accumulates_in_float32(runs, models, references, 
         assert runs.ranks[0][case]["grad_norm"] == pytest.approx(references["qwen3-untied"].grad_norm, rel=0.1), case
     # Both round float32 main weights that moved by about the same.
     same = [float((weights[0][name] == weights[1][name]).float().mean()) for name in weights[0]]
-    assert np.mean(same) > 0.9, same
+    assert np.mean(same) > 0.8, same
+    assert max(float((weights[0][name] - weights[1][name]).abs().max()) for name in weights[0]) < 0.02
 
 
 def test_an_update_that_is_not_finite_changes_nothing(runs) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from tests.ranks import run_ranks
+from tests.ranks import leave_model_parallel, run_ranks
 from tests.toy_models import FAMILIES, make_model
 
 # Variants that have other parameters than the family's toy model.
@@ -25,8 +25,6 @@ def shapes_of_built_models(folders: dict[str, str]) -> dict[str, dict[str, tuple
     from tests.integration.actor_ranks import Layout, make_config
 
     platform = current_platform()
-    from megatron.core import parallel_state
-
     found = {}
     for variant, folder in folders.items():
         config = make_config(folder, Layout(), 1, groups=1, group_size=2)
@@ -37,7 +35,7 @@ def shapes_of_built_models(folders: dict[str, str]) -> dict[str, dict[str, tuple
         persistent = set(chunk.module.state_dict())
         state |= {name: buffer for name, buffer in chunk.module.named_buffers() if name in persistent}
         found[variant] = {name: tuple(tensor.shape) for name, tensor in state.items()}
-        parallel_state.destroy_model_parallel()
+        leave_model_parallel()
     shutdown()
     return found
 
