@@ -26,6 +26,8 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +40,16 @@ SIZES = {
     "num_key_value_heads": 8, "head_dim": 64, "max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "hidden_act": "silu",
 }  # fmt: skip
 _PAUSE_S = 0.002
+
+Measured = tuple[float, int]  # seconds, peak bytes
+
+
+@dataclass
+class Race:
+    """What one contestant took, in each repetition, and its peak bytes."""
+
+    seconds: list[float]
+    peak: int
 
 
 def make_model(folder: Path, megabytes: int) -> int:
@@ -101,47 +113,54 @@ def _resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-# What the contestants do; each runs in a process of its own, and returns seconds and peak bytes by name.
+# What the contestants do; each runs in a process of its own.
 
 
-def _timed(action: Callable[[], Any]) -> tuple[float, int]:
-    with Peak() as peak:
+def _measured(action: Callable[[], Any], watch: bool) -> Measured:
+    """Seconds, and peak bytes; these only if asked to `watch`, as that takes time."""
+    with Peak() if watch else nullcontext() as peak:
         began = time.perf_counter()
         action()
         seconds = time.perf_counter() - began
-    return seconds, peak.bytes
+    return seconds, peak.bytes if peak else 0
 
 
-def to_megatron(root: Path, durable: bool) -> dict[str, tuple[float, int]]:
+def to_megatron(root: Path, durable: bool, watch: bool) -> dict[str, Measured]:
     from checkpoint_convert.convert import Options, hf_to_megatron
 
-    return {"hf-to-megatron": _timed(lambda: hf_to_megatron(root / "model", root / "made", Options(durable=durable)))}
-
-
-def to_hf(root: Path, durable: bool) -> dict[str, tuple[float, int]]:
-    from checkpoint_convert.convert import Options, megatron_to_hf
-
     return {
-        "megatron-to-hf": _timed(lambda: megatron_to_hf(root / "megatron", root / "made", Options(durable=durable)))
+        "hf-to-megatron": _measured(
+            lambda: hf_to_megatron(root / "model", root / "made", Options(durable=durable)), watch
+        )
     }
 
 
-def transformers(root: Path) -> dict[str, tuple[float, int]]:
+def to_hf(root: Path, durable: bool, watch: bool) -> dict[str, Measured]:
+    from checkpoint_convert.convert import Options, megatron_to_hf
+
+    return {
+        "megatron-to-hf": _measured(
+            lambda: megatron_to_hf(root / "megatron", root / "made", Options(durable=durable)), watch
+        )
+    }
+
+
+def transformers(root: Path, watch: bool) -> dict[str, Measured]:
     from transformers import AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
     held: list[Any] = []
-    load = _timed(
-        lambda: held.append(
-            AutoModelForCausalLM.from_pretrained(str(root / "model"), dtype="auto", local_files_only=True)
-        )
-    )
-    save = _timed(lambda: held[0].save_pretrained(str(root / "made")))
+
+    def load_model() -> None:
+        held.append(AutoModelForCausalLM.from_pretrained(str(root / "model"), dtype="auto", local_files_only=True))
+
+    load = _measured(load_model, watch)
+    save = _measured(lambda: held[0].save_pretrained(str(root / "made")), watch)
     return {"transformers load": load, "transformers save": save}
 
 
-def copy(root: Path, durable: bool) -> dict[str, tuple[float, int]]:
+def copy(root: Path, durable: bool, watch: bool) -> dict[str, Measured]:
     def action() -> None:
         subprocess.run(["cp", "-r", str(root / "model"), str(root / "made")], check=True)
         if durable:
@@ -150,13 +169,13 @@ def copy(root: Path, durable: bool) -> dict[str, tuple[float, int]]:
                 os.fsync(descriptor)
                 os.close(descriptor)
 
-    return {"cp": _timed(action)}
+    return {"cp": _measured(action, watch)}
 
 
 def _serve(function: Callable[..., Any], args: tuple[Any, ...], requests: Any, replies: Any) -> None:
-    while requests.get():
+    while (watch := requests.get()) is not None:
         try:
-            replies.put((function(*args), None))
+            replies.put((function(*args, watch), None))
         except Exception as error:
             replies.put((None, f"{type(error).__name__}: {error}"))
 
@@ -172,15 +191,15 @@ class Contestant:
         )
         self._process.start()
 
-    def run(self) -> dict[str, tuple[float, int]]:
-        self._requests.put(True)
+    def run(self, watch: bool) -> dict[str, Measured]:
+        self._requests.put(watch)
         result, error = self._replies.get()
         if error:
             raise RuntimeError(error)
         return result
 
     def close(self) -> None:
-        self._requests.put(False)
+        self._requests.put(None)
         self._process.join(10)
 
 
@@ -190,29 +209,30 @@ def same_weights(first: Path, second: Path) -> bool:
     return compare(first, second).agree
 
 
-def race(root: Path, contestants: dict[str, Contestant], repeats: int) -> dict[str, list[tuple[float, int]]]:
-    """All in turn, once to warm up and then `repeats` times."""
-    found: dict[str, list[tuple[float, int]]] = {}
+def race(root: Path, contestants: dict[str, Contestant], repeats: int) -> dict[str, Race]:
+    """All in turn: once to warm up, when memory is watched, and then `repeats` times for the clock."""
+    found: dict[str, Race] = {}
     for repeat in range(repeats + 1):
         for contestant in contestants.values():
-            for name, measured in contestant.run().items():
-                if repeat:
-                    found.setdefault(name, []).append(measured)
+            for name, (seconds, peak) in contestant.run(watch=repeat == 0).items():
+                if repeat == 0:
+                    found[name] = Race([], peak)
+                else:
+                    found[name].seconds.append(seconds)
             shutil.rmtree(root / "made", ignore_errors=True)
     for contestant in contestants.values():
         contestant.close()
     return found
 
 
-def report(title: str, found: dict[str, list[tuple[float, int]]], size: int) -> dict[str, float]:
+def report(title: str, found: dict[str, Race], size: int) -> dict[str, float]:
     """Print medians; return seconds by name."""
     print(title)
-    seconds = {name: statistics.median(second for second, _ in runs) for name, runs in found.items()}
-    for name, runs in found.items():
-        peak = max(peak for _, peak in runs)
+    seconds = {name: statistics.median(race.seconds) for name, race in found.items()}
+    for name, race in found.items():
         print(
             f"  {name:18} {seconds[name]:6.3f} s  {size / seconds[name] / 1e9:5.2f} GB/s  "
-            f"{seconds['cp'] / seconds[name]:5.2f} of cp  {peak / 2**20:6.0f} MiB above the start"
+            f"{seconds['cp'] / seconds[name]:5.2f} of cp  {race.peak / 2**20:6.0f} MiB above the start"
         )
     return seconds
 
@@ -254,7 +274,7 @@ def main() -> int:
         shutil.rmtree(root)
     directions = ("hf-to-megatron", "megatron-to-hf")
     ratios = {name: seconds["cp"] / seconds[name] for name in directions}
-    memory = max(peak for name in directions for _, peak in found[name]) / size
+    memory = max(found[name].peak for name in directions) / size
     ok = exact and min(ratios.values()) >= CP_TARGET and memory <= MEMORY_TARGET
     result = {
         "name": "convert",
