@@ -1,7 +1,6 @@
 """One SGLang server process: its command line and the Ray actor that owns it.
 
-On CUDA the stock launcher is used, else `sglang_cpu_server.py` with the arguments that work there. The server runs
-under `process_guard.py`, so it ends with the actor, however the actor ends. The API key travels in a private file,
+It starts through `sglang_server.py`, on a CPU with the arguments that work there. The server runs under `process_guard.py`, so it ends with the actor, however the actor ends. The API key travels in a private file,
 not on the command line, where every user of the machine could read it.
 """
 
@@ -113,11 +112,9 @@ def argument_list(arguments: dict[str, Any]) -> list[str]:
     return words
 
 
-def server_command(python: str, device: Device, words: list[str]) -> list[str]:
+def server_command(python: str, words: list[str]) -> list[str]:
     """The command that serves. `-P` keeps this package's folder off the import path of the start file."""
-    if device == "cuda":
-        return [python, "-m", "sglang.launch_server", *words]
-    return [python, "-P", str(PACKAGE / "sglang_cpu_server.py"), *words]
+    return [python, "-P", str(PACKAGE / "sglang_server.py"), *words]
 
 
 def server_environment(device: Device) -> dict[str, str]:
@@ -130,6 +127,7 @@ def server_environment(device: Device) -> dict[str, str]:
         "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false",
     }
     if device == "cpu":
+        environment["SGLANG_USE_CPU_ENGINE"] = "1"
         environment.setdefault("OMP_NUM_THREADS", "1")
         environment["CUDA_VISIBLE_DEVICES"] = ""
     return environment
@@ -230,7 +228,7 @@ class SglangServer:
             file.write(f'api-key: "{api_key}"\n')
         arguments = server_arguments(self._settings, self._device, model_path, version, self._engine_id)
         arguments |= {"host": engine.host, "port": port, "config": str(key_file)}
-        command = server_command(engine.python or sys.executable, self._device, argument_list(arguments))
+        command = server_command(engine.python or sys.executable, argument_list(arguments))
         guard = [sys.executable, "-I", "-S", str(PACKAGE / "process_guard.py"), "--"]
         log: IO[bytes]
         with self._log_path.open("ab") as log:

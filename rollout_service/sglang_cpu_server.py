@@ -1,7 +1,7 @@
-"""Start file that lets a stock SGLang serve on a machine without a GPU. Unused on CUDA.
+"""Lets a stock SGLang serve on a machine without a GPU; unused on CUDA.
 
-Run it like `python -m sglang.launch_server`, with the same arguments. All that it adds happens at module level,
-because SGLang's children are spawned and import this main script again:
+The start file (`sglang_server.py`) imports it first, where `SGLANG_USE_CPU_ENGINE` is set. All that it adds happens at module
+level, because SGLang's children are spawned and import the start file again:
 
 - the environment variables that SGLang's CPU engine needs, set before it is imported;
 - a stand-in for torchvision where it is not installed: no release of it loads beside a CPU build of torch from another
@@ -115,13 +115,3 @@ def _install_cuda_runtime_stand_in() -> None:
 _install_torchvision_stand_in()
 _install_sgl_kernel_stand_in()
 _install_cuda_runtime_stand_in()
-
-if __name__ == "__main__":
-    from sglang.launch_server import run_server
-    from sglang.srt.server_args import prepare_server_args
-    from sglang.srt.utils import kill_process_tree
-
-    try:
-        run_server(prepare_server_args(sys.argv[1:]))
-    finally:
-        kill_process_tree(os.getpid(), include_parent=False)

@@ -62,12 +62,16 @@ class WeightsClient:
         """Open an update session; without one the engine refuses `receive`."""
         self._post("/begin_weight_update", {"selector": "all"})
 
-    def receive(self, names: list[str], dtypes: list[str], shapes: list[list[int]], group_name: str) -> None:
-        """Let the engine take part in one broadcast per tensor, from rank 0, in this order, and load them.
+    def receive(
+        self, names: list[str], dtypes: list[str], shapes: list[list[int]], source: str, load_format: str | None = None
+    ) -> None:
+        """Let the engine take these tensors from `source` and load them.
 
         Args:
             names: HF names.
             dtypes: as torch spells them, without `torch.` (`bfloat16`).
+            source: name of a weight update group whose rank 0 makes one broadcast per tensor, in this order; with a
+                `load_format` of `weight_loader`, what that asks for.
         """
         self._post(
             "/update_weights_from_distributed",
@@ -75,7 +79,8 @@ class WeightsClient:
                 "names": names,
                 "dtypes": dtypes,
                 "shapes": shapes,
-                "group_name": group_name,
+                "group_name": source,
+                "load_format": load_format,
                 "flush_cache": False,  # once for the whole update, when the service resumes
             },
         )
@@ -102,6 +107,18 @@ class WeightsClient:
         """
         reply = self._post("/weights_checker", {"action": "checksum"})
         return {key: value for key, value in reply.items() if key not in ("success", "message")}
+
+    def take_snapshot(self) -> None:
+        """Let the engine remember its parameters, for `compare_with_snapshot`."""
+        self._post("/weights_checker", {"action": "snapshot"})
+
+    def scramble(self) -> None:
+        """Overwrite all parameters with random numbers; the engine is of no use until it gets its weights again."""
+        self._post("/weights_checker", {"action": "reset_tensors"})
+
+    def compare_with_snapshot(self) -> None:
+        """Refused, with the names of the parameters, when one differs from the snapshot in a single bit."""
+        self._post("/weights_checker", {"action": "compare"})
 
     def server_info(self) -> dict[str, Any]:
         return self._call("GET", "/server_info", None)

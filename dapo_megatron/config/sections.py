@@ -136,8 +136,13 @@ class TrainerSection(Section):
 class WeightSyncSection(Section):
     """How new weights reach the engines."""
 
-    transport: Literal["distributed", "disk"] = Field(
-        "distributed", description="`distributed` broadcasts over a gloo or NCCL group; `disk` writes safetensors."
+    transport: Literal["distributed", "tensor", "disk", "delta"] = Field(
+        "distributed",
+        description="`distributed` broadcasts over a gloo or NCCL group; `tensor` shares memory with engines of the same host (CUDA: of the same GPU); `disk` writes safetensors; `delta` broadcasts only what has changed, compressed.",
+    )
+    check: Literal["first", "always", "never"] = Field(
+        "first",
+        description="After which updates each engine's parameters are compared, bit by bit, with those of a second full transfer into scrambled ones.",
     )
     bucket_mb: float = Field(256.0, gt=0, description="Size of one transfer bucket.")
     max_publishers: int = Field(

@@ -11,6 +11,7 @@ from dapo_megatron.actor.actor import Actor
 from dapo_megatron.actor.transformer_config import TORCH_DTYPES
 from dapo_megatron.config.sections import RunConfig
 from dapo_megatron.platform import Platform
+from dapo_megatron.resharder.delta import DeltaTransport
 from dapo_megatron.resharder.disk import DiskTransport
 from dapo_megatron.resharder.distributed import DistributedTransport
 from dapo_megatron.resharder.gather import ShardedWeights
@@ -44,6 +45,8 @@ class Resharder:
             self._transport = DistributedTransport(weights, backend=platform.dist_backend, timeout_s=sync.timeout_s)
         elif sync.transport == "tensor":
             self._transport = TensorTransport(weights, synchronize=platform.synchronize, timeout_s=sync.timeout_s)
+        elif sync.transport == "delta":
+            self._transport = DeltaTransport(weights, backend=platform.dist_backend, timeout_s=sync.timeout_s)
         else:
             self._transport = DiskTransport(
                 weights,

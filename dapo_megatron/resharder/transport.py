@@ -21,12 +21,14 @@ class SyncReport:
         bytes: what left the trainer, once for all engines together; more than planned when a part was repeated.
         seconds: wall time by phase. Phases may overlap: `gather` runs while earlier buckets are in `send`.
         lost: engines that were left out after the update had begun, with the reason.
+        density: share of the numbers that changed since the version of before, where the transport knows.
     """
 
     planned_bytes: int
     bytes: int
     seconds: dict[str, float]
     lost: tuple[str, ...] = ()
+    density: float | None = None
 
     @property
     def gb_per_s(self) -> float:

@@ -88,10 +88,9 @@ def test_arguments_are_spelled_for_the_command_line() -> None:
 
 
 def test_commands() -> None:
-    assert server_command("py", "cuda", ["--x"]) == ["py", "-m", "sglang.launch_server", "--x"]
-    python, safe_path, script, flag = server_command("py", "cpu", ["--x"])
+    python, safe_path, script, flag = server_command("py", ["--x"])
     assert (python, safe_path, flag) == ("py", "-P", "--x")
-    assert Path(script).name == "sglang_cpu_server.py"
+    assert Path(script).name == "sglang_server.py"
     assert Path(script).is_file()
 
 
