@@ -145,7 +145,7 @@ def test_a_folder_that_a_publisher_does_not_see_is_written_by_rank_zero(
 def test_a_rank_that_cannot_write_is_named_everywhere_and_nothing_is_left(
     case: str, rank: int, export_dir: Path, results: Results
 ) -> None:
-    errors = {result[case]["error"] for result in results}
+    errors = {result[case]["error"].replace("elsewhere/", "") for result in results}
     (error,) = errors
     assert f"rank {rank}: {export_dir / case}" in error
     assert re.search(r"model(-0000\d-of-00004)?\.safetensors: cannot write \S+: the file would be larger", error)
