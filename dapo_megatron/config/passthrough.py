@@ -45,7 +45,10 @@ _MEGATRON_ARCHITECTURE = (
     "layernorm_epsilon layernorm_zero_centered_gamma qk_layernorm add_bias_linear add_qkv_bias gated_linear_unit "
     "activation_func rotary_interleaved multi_latent_attention num_moe_experts moe_layer_freq moe_ffn_hidden_size "
     "moe_shared_expert_intermediate_size moe_router_topk moe_router_score_function moe_router_pre_softmax "
-    "moe_router_num_groups moe_router_group_topk moe_router_topk_scaling_factor moe_router_enable_expert_bias"
+    "moe_router_num_groups moe_router_group_topk moe_router_topk_scaling_factor moe_router_enable_expert_bias "
+    "moe_shared_expert_gate moe_latent_size mtp_num_layers softmax_scale softmax_type window_size window_attn_skip_freq "
+    "no_rope_freq qk_l2_norm attention_output_gate experimental_attention_variant linear_attention_freq glu_linear_offset "
+    "activation_func_clamp_value apply_residual_connection_post_layernorm heterogeneous_block_specs is_hybrid_model"
 ).split()
 # Fields on which the trainer's own correctness rests.
 _MEGATRON_FIXED = {
@@ -53,6 +56,9 @@ _MEGATRON_FIXED = {
     "variable_seq_lengths": "packed micro-batches differ in length",
     "finalize_model_grads_func": "the trainer sums gradients itself",
     "perform_initialization": "weights come from the checkpoint",
+    "hidden_dropout": "dropout would make the old log-probs differ from the new",
+    "attention_dropout": "dropout would make the old log-probs differ from the new",
+    "moe_grouped_gemm": "the layers that the device has decide it",
 }
 _SGLANG_OWNED = {
     "model_path": "model.path",

@@ -25,6 +25,8 @@ _UNEVEN_STAGES = (
     "num_layers_in_last_pipeline_stage",
     "pipeline_model_parallel_layout",
 )
+# With these the embedding and the output layer take a layer's place in the first and the last stage.
+_COUNTED_AS_LAYERS = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
 _REFUSED_BALANCING = {
     "global_aux_loss": "accumulates over steps, which the trainer does not reset",
     "seq_aux_loss": "takes a packed micro-batch for one sequence",
@@ -107,6 +109,7 @@ def check_layout(config: RunConfig, arch: ModelArchitecture) -> list[str]:
 def _stage_problems(config: RunConfig, arch: ModelArchitecture) -> list[str]:
     """Whether the layers can be dealt out to pipeline ranks and their virtual stages."""
     parallel, layers = config.parallel, arch.num_layers
+    layers += sum(bool(config.megatron.get(field)) for field in _COUNTED_AS_LAYERS)
     pp, vp = parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_model_parallel_size
     if config.megatron.get("pipeline_model_parallel_layout") is not None:
         return []  # Megatron checks a layout against the layers when it parses it
