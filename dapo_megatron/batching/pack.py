@@ -37,19 +37,6 @@ class PackedBatch:
     max_seqlen: int
     routed_experts: Tensor | None = None
 
-    def to(self, device: torch.device | str) -> PackedBatch:
-        """The same batch with every tensor on `device`."""
-        return PackedBatch(
-            tokens=self.tokens.to(device, non_blocking=True),
-            position_ids=self.position_ids.to(device, non_blocking=True),
-            cu_seqlens=self.cu_seqlens.to(device, non_blocking=True),
-            rows=self.rows.to(device, non_blocking=True),
-            targets=self.targets.to(device, non_blocking=True),
-            sample_index=self.sample_index.to(device, non_blocking=True),
-            max_seqlen=self.max_seqlen,
-            routed_experts=None if self.routed_experts is None else self.routed_experts.to(device, non_blocking=True),
-        )
-
 
 def pack(
     sequences: Sequence[tuple[np.ndarray, np.ndarray]],

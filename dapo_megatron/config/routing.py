@@ -39,12 +39,6 @@ def router_replay_problems(config: RunConfig, arch: ModelArchitecture) -> list[s
         for field, reason in _INCOMPATIBLE.items()
         if config.megatron.get(field)
     ]
-    balancing = config.megatron.get("moe_router_load_balancing_type")
-    if balancing == "sinkhorn" or (isinstance(balancing, list) and "sinkhorn" in balancing):
-        problems.append(
-            "megatron.moe_router_load_balancing_type: sinkhorn assigns tokens itself, which rollout.router_replay=true cannot "
-            "change; remove one of them"
-        )
     fields = sglang_fields() if config.rollout.engine.python is None else {}
     if fields and SERVER_ARGUMENT.strip("-").replace("-", "_") not in fields:
         problems.append(

@@ -73,12 +73,6 @@ def test_no_sequence_still_gives_tokens_for_a_forward_pass() -> None:
     assert packed.rows.shape == packed.targets.shape == packed.sample_index.shape == (0,)
 
 
-def test_moving_keeps_every_field() -> None:
-    packed = pack(arrays([([1], [2, 3])]))
-    moved = packed.to("cpu")
-    assert torch.equal(moved.tokens, packed.tokens) and torch.equal(moved.rows, packed.rows) and moved.max_seqlen == 3
-
-
 @pytest.mark.parametrize("pair", [([], [1]), ([1], [])])
 def test_an_empty_prompt_or_response_is_refused_with_its_place(pair: tuple[list[int], list[int]]) -> None:
     with pytest.raises(ValueError, match="sequence 1 has . prompt and . response tokens"):

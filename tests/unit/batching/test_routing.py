@@ -111,7 +111,6 @@ def test_a_dense_model_has_nothing_to_replay(tmp_path: Path) -> None:
     [
         ("megatron.moe_router_fusion=true", "megatron.moe_router_fusion cannot go with"),
         ("megatron.moe_expert_capacity_factor=1.5", "a full expert drops tokens"),
-        ("megatron.moe_router_load_balancing_type=sinkhorn", "sinkhorn assigns tokens itself"),
     ],
 )
 def test_settings_that_would_route_otherwise_are_refused(tmp_path: Path, override: str, message: str) -> None:
