@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+from torch import Tensor
 
 
 class ReferenceWeights:
@@ -17,8 +18,12 @@ class ReferenceWeights:
 
     def __init__(self, chunks: list[torch.nn.Module]) -> None:
         """Copy the weights that the chunks hold now."""
-        self._parameters = [param for chunk in chunks for param in chunk.parameters()]
-        self._host = [_to_host(param) for param in self._parameters]
+        self._tensors: list[Tensor] = [param for chunk in chunks for param in chunk.parameters()]
+        # The router's selection bias follows the load while the policy is trained; the reference keeps its own.
+        self._tensors += [
+            buffer for chunk in chunks for name, buffer in chunk.named_buffers() if name.endswith(".expert_bias")
+        ]
+        self._host = [_to_host(tensor) for tensor in self._tensors]
 
     @contextmanager
     def swapped_in(self) -> Iterator[None]:
@@ -31,13 +36,13 @@ class ReferenceWeights:
 
     @torch.no_grad()
     def _swap(self) -> None:
-        for param, host in zip(self._parameters, self._host, strict=True):
+        for tensor, host in zip(self._tensors, self._host, strict=True):
             # In place: parameters are views into Megatron's contiguous buffers, which must keep their addresses.
-            on_device = param.detach().clone()
-            param.data.copy_(host)
+            on_device = tensor.detach().clone()
+            tensor.data.copy_(host)
             host.copy_(on_device)
 
 
-def _to_host(param: torch.nn.Parameter) -> torch.Tensor:
-    host = torch.empty_like(param, device="cpu", pin_memory=param.is_cuda, requires_grad=False)
-    return host.copy_(param.detach())
+def _to_host(tensor: Tensor) -> Tensor:
+    host = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda, requires_grad=False)
+    return host.copy_(tensor.detach())
