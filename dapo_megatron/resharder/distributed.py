@@ -30,6 +30,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
+from dapo_megatron.resharder.bucket_tensors import bucket_tensors
 from dapo_megatron.resharder.engine_calls import Call, EngineCalls, Verdict
 from dapo_megatron.resharder.gather import GatheredBucket, ShardedWeights
 from dapo_megatron.resharder.plan import Bucket
@@ -56,9 +57,15 @@ class _Meeting:
 
 @dataclass(frozen=True)
 class _Outcome:
-    """What rank 0 tells all ranks after an attempt; `first` is the turn at which the next attempt begins."""
+    """What rank 0 tells all ranks after an attempt.
+
+    Attributes:
+        begun: engines to be tried again whose session is open.
+        first: the turn at which the next attempt begins.
+    """
 
     verdict: Verdict
+    begun: tuple[int, ...]
     first: int
     sent_bytes: int
     seconds: dict[str, float]
@@ -106,7 +113,7 @@ class DistributedTransport:
             verdict = outcome.verdict
             reached += verdict.reached
             lost |= verdict.lost
-            begun.update(verdict.again)
+            begun.update(outcome.begun)
             pending, first = list(verdict.again), outcome.first
             sent_bytes += outcome.sent_bytes
             for phase, value in outcome.seconds.items():
@@ -201,15 +208,7 @@ class DistributedTransport:
         )
 
     def _receive(self, bucket: Bucket, group_name: str, client: WeightsClient) -> None:
-        names: list[str] = []
-        dtypes: list[str] = []
-        shapes: list[list[int]] = []
-        for key in bucket.keys:
-            entry = self._weights.mapping[key]
-            names += entry.hf
-            dtypes += [str(self._weights.tensor_dtype(key)).removeprefix("torch.")] * len(entry.hf)
-            shapes += [list(shape) for shape in entry.hf_shapes]
-        client.receive(names, dtypes, shapes, group_name)
+        client.receive(*bucket_tensors(self._weights, bucket), group_name)
 
     def _conclude(self, calls: EngineCalls, first: int, started: float) -> _Outcome:
         verdict = calls.wait()
@@ -217,6 +216,7 @@ class DistributedTransport:
         sent = self._plan.buckets[first : first + max(taken.values(), default=0)]
         return _Outcome(
             verdict=verdict,
+            begun=tuple(engine for engine in verdict.again if calls.progress[engine].count("begin")),
             first=first + min((taken[engine] for engine in verdict.again), default=0),
             sent_bytes=sum(bucket.bytes for bucket in sent),
             seconds=calls.phase_seconds(started),
