@@ -29,7 +29,7 @@ from dapo_megatron.actor.policy_model import Scoring
 from dapo_megatron.actor.process_groups import Layout
 from dapo_megatron.actor.reference import ReferenceWeights
 from dapo_megatron.actor.router_replay import EngineRouting
-from dapo_megatron.actor.weights import load_hf_weights, mark_tensor_parallel
+from dapo_megatron.actor.weights import expert_biases, load_hf_weights, mark_tensor_parallel
 from dapo_megatron.algorithm import Objective, TokenBatch
 from dapo_megatron.batching.context_parallel import context_shard
 from dapo_megatron.batching.pack import PackedBatch, pack
@@ -144,8 +144,15 @@ class Actor:
 
     def update(self, batches: Sequence[LossBatch]) -> UpdateResult:
         """One optimizer update on this rank's micro-batches of a mini-batch."""
-        self.accumulate_gradients(batches)
-        return UpdateResult(step=self.optimizer.step(), metrics=self._reduced)
+        biases = expert_biases(self.chunks)
+        before = [bias.clone() for bias in biases]
+        metrics = self.accumulate_gradients(batches)
+        step = self.optimizer.step()
+        if not step.applied:
+            # Megatron moves the routers' selection biases when it reduces the gradients.
+            for bias, value in zip(biases, before, strict=True):
+                bias.copy_(value)
+        return UpdateResult(step=step, metrics=metrics)
 
     def gather_parameters(self) -> None:
         """Bring every replica's weights up to date after the last update of a step; collective.
@@ -167,8 +174,7 @@ class Actor:
         tokens = sum(batch.packed.tokens.shape[1] for batch in batches)
         with mean_auxiliary_losses(self.chunks[0].config, tokens, self.layout.device):
             outputs = self._run_schedule(forward_step, batches, lambda batch: batch.packed, forward_only=False)
-        self._reduced = _reduce_metrics(outputs if self.layout.reports_loss else [], self.layout.device)
-        return self._reduced
+        return _reduce_metrics(outputs if self.layout.reports_loss else [], self.layout.device)
 
     def _run_schedule(
         self,

@@ -8,6 +8,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from dapo_megatron.actor.weights import expert_biases
+
 
 class ReferenceWeights:
     """This rank's share of the reference policy.
@@ -20,9 +22,7 @@ class ReferenceWeights:
         """Copy the weights that the chunks hold now."""
         self._tensors: list[Tensor] = [param for chunk in chunks for param in chunk.parameters()]
         # The router's selection bias follows the load while the policy is trained; the reference keeps its own.
-        self._tensors += [
-            buffer for chunk in chunks for name, buffer in chunk.named_buffers() if name.endswith(".expert_bias")
-        ]
+        self._tensors += expert_biases(chunks)
         self._host = [_to_host(tensor) for tensor in self._tensors]
 
     @contextmanager

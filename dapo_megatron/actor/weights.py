@@ -36,6 +36,11 @@ def named_global_parameters(
                 yield key, buffer
 
 
+def expert_biases(chunks: Sequence[torch.nn.Module]) -> list[Tensor]:
+    """The selection biases of this rank's routers: buffers that follow the load instead of a gradient."""
+    return [buffer for chunk in chunks for name, buffer in chunk.named_buffers() if name.endswith(".expert_bias")]
+
+
 def load_hf_weights(
     chunks: Sequence[torch.nn.Module],
     reader: HFReader,

@@ -45,11 +45,15 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def saved(models: dict[str, Path], groups: list[dict[str, Any]], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("saved")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("saved")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ranks(models: dict[str, Path], groups: list[dict[str, Any]], saved: Path) -> list[dict[str, Any]]:
+    """Results of each rank; rank 0 writes gradients and weights to `saved`."""
     cases = [(str(models["moe"]), PLAIN), (str(models["moe"]), AUXILIARY), (str(models["deepseek"]), BIAS)]
-    run_ranks(4, run_layouts, cases, groups, 3, UPDATES, str(folder), timeout_s=200)
-    return folder
+    return run_ranks(4, run_layouts, cases, groups, 3, UPDATES, str(saved), timeout_s=200)
 
 
 def test_auxiliary_losses_add_their_mean_over_tokens_to_the_gradient(saved, models, groups) -> None:
@@ -76,6 +80,10 @@ def test_selection_bias_moves_by_the_rate_against_the_load(saved, models) -> Non
         assert torch.allclose(steps, steps.round(), atol=1e-3), name
         assert 0 < steps.abs().max() <= UPDATES + 2, name
         assert steps.min() < 0 < steps.max(), name
+
+
+def test_a_skipped_update_leaves_the_selection_bias_alone(ranks) -> None:
+    assert [rank[f"deepseek/{BIAS.name}"]["skipped_update_changed"] for rank in ranks] == [[]] * 4
 
 
 def auxiliary_gradients(model: Any, flat: list[list[int]], padding: int) -> dict[str, torch.Tensor]:
