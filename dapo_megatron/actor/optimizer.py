@@ -43,6 +43,12 @@ class ActorOptimizer:
         updates_per_step = config.rollout.prompts_per_step // config.trainer.mini_batch_prompts
         total = config.trainer.total_steps * updates_per_step
         warmup = optim.lr_warmup_steps * updates_per_step
+        passed = PassThrough.sort(config.megatron).optimizer
+        if passed.get("optimizer_cpu_offload"):
+            if next(chunks[0].parameters()).device.type == "cpu":
+                raise ValueError("megatron.optimizer_cpu_offload: the optimizer is on the CPU already; remove the key")
+            # The other path copies the weights to the host when it is built, and never looks at those loaded afterwards.
+            passed["use_precision_aware_optimizer"] = True
         settings = {
             "optimizer": "adam",
             "lr": optim.lr,
@@ -55,10 +61,8 @@ class ActorOptimizer:
             "bf16": config.model.dtype == "bfloat16",
             "params_dtype": next(chunks[0].parameters()).dtype,
             "use_distributed_optimizer": optim.use_distributed_optimizer,
-        } | PassThrough.sort(config.megatron).optimizer
+        } | passed
         megatron_config = OptimizerConfig(**settings)
-        if megatron_config.optimizer_cpu_offload and next(chunks[0].parameters()).device.type == "cpu":
-            raise ValueError("megatron.optimizer_cpu_offload: the optimizer is on the CPU already; remove the key")
         self.optimizer: MegatronOptimizer = get_megatron_optimizer(
             megatron_config, chunks, config_overrides=get_standard_config_overrides(megatron_config)
         )
@@ -98,8 +102,15 @@ class ActorOptimizer:
             return StepResult(applied=False, grad_norm=grad_norm, lr=lr)
         if self.clip_grad > 0:
             for part in _parts(self.optimizer):
-                if not part.is_stub_optimizer:
-                    clip_grad_by_total_norm_fp32(part.get_parameters(), self.clip_grad, grad_norm)
+                parameters = [] if part.is_stub_optimizer else part.get_parameters()
+                if parameters:
+                    clip_grad_by_total_norm_fp32(
+                        parameters,
+                        self.clip_grad,
+                        grad_norm,
+                        # Where the precision-aware optimizer keeps its gradients; the others would be left unclipped.
+                        use_decoupled_grad=part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8,
+                    )
         self.optimizer.step_with_ready_grads()
         return StepResult(applied=True, grad_norm=grad_norm, lr=lr)
 
