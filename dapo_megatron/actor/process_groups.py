@@ -98,7 +98,7 @@ def initialize(parallel: ParallelSection, platform: Platform, seed: int) -> Layo
         distributed_timeout_minutes=max(1, round(parallel.distributed_timeout_s / 60)),
     )
     if parallel.pipeline_model_parallel_size > 1:
-        create_pipeline_channels(parallel_state.get_pipeline_model_parallel_group())
+        create_pipeline_channels(parallel_state.get_pipeline_model_parallel_group(), timeout)
     model_parallel_cuda_manual_seed(seed)
     return Layout(
         rank=dist.get_rank(),

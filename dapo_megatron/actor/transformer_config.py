@@ -103,7 +103,10 @@ def transformer_config(
         "bias_activation_fusion": fused and arch.activation == "silu",
         "bias_dropout_fusion": fused,
         # Transformer Engine's fused rotation of packed sequences knows only half-split rotations of whole heads.
-        "apply_rope_fusion": fused and not arch.rotary_interleaved and arch.latent_attention is None,
+        "apply_rope_fusion": fused
+        and not arch.rotary_interleaved
+        and arch.rotary_fraction == 1.0
+        and arch.latent_attention is None,
         "persist_layer_norm": False,
         "finalize_model_grads_func": _finalize_summed_grads,
     }

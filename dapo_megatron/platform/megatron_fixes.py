@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -33,8 +34,12 @@ _MOST_SENT_SHAPES = 256
 _channels: dict[tuple[int, ...], _Channels] = {}
 
 
-def create_pipeline_channels(pp_group: dist.ProcessGroup) -> None:
-    """Create the groups that the stages of every pipeline talk over. Collective over the whole job, once per layout."""
+def create_pipeline_channels(pp_group: dist.ProcessGroup, timeout: timedelta) -> None:
+    """Create the groups that the stages of every pipeline talk over. Collective over the whole job, once per layout.
+
+    Args:
+        timeout: longest wait for a neighbour.
+    """
     mine = tuple(dist.get_process_group_ranks(pp_group))
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
@@ -43,7 +48,8 @@ def create_pipeline_channels(pp_group: dist.ProcessGroup) -> None:
             channels = _Channels(pp_group, pp_group, pp_group)
         else:
             # Shapes go over gloo: no device has to wait for them.
-            backward, shapes = dist.new_group(list(ranks)), dist.new_group(list(ranks), backend="gloo")
+            backward = dist.new_group(list(ranks), timeout=timeout)
+            shapes = dist.new_group(list(ranks), timeout=timeout, backend="gloo")
             channels = _Channels(pp_group, backward, shapes)
         if ranks == mine:
             _channels[ranks] = channels
