@@ -51,8 +51,15 @@ def probe_engines(
 def trainer_logprobs(actor: Actor, sequences: list[tuple[np.ndarray, np.ndarray]]) -> np.ndarray:
     """Untempered log-probs of all response tokens, float64, concatenated; the same array on every rank."""
     parallel = actor.config.parallel
-    packed = pack(sequences, pad_to_multiple=parallel.token_alignment, sequence_multiple=parallel.sequence_alignment)
-    outputs = actor.logprobs([packed], temperature=1.0)
-    flat = outputs[0][0] if outputs else torch.zeros(packed.targets.numel(), device=actor.layout.device)
+    # One micro-batch each: together the sequences may exceed the token budget.
+    batches = [
+        pack([pair], pad_to_multiple=parallel.token_alignment, sequence_multiple=parallel.sequence_alignment)
+        for pair in sequences
+    ]
+    outputs = actor.logprobs(batches, temperature=1.0)
+    if outputs:
+        flat = torch.cat([logprobs for logprobs, _ in outputs])
+    else:
+        flat = torch.zeros(sum(len(response) for _, response in sequences), device=actor.layout.device)
     dist.broadcast(flat, src=reporting_rank())
     return flat.double().cpu().numpy()
