@@ -75,6 +75,9 @@ def leave_model_parallel() -> None:
     import torch.distributed as dist
     from megatron.core import parallel_state
 
+    from dapo_megatron.platform.megatron_fixes import forget_pipeline_channels
+
+    forget_pipeline_channels()
     parallel_state.destroy_model_parallel()
     for group in list(dist.distributed_c10d._world.pg_map):
         if group is not dist.group.WORLD:

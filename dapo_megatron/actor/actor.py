@@ -269,7 +269,7 @@ def _reduce_metrics(outputs: list[dict[str, Tensor]], device: torch.device) -> d
     dist.broadcast_object_list(names, src=reporting_rank(), device=device)
     keys = names[0]
     sums = torch.zeros(len(keys), dtype=torch.float64, device=device)
-    maxima = torch.zeros(len(keys), dtype=torch.float64, device=device)
+    maxima = torch.full((len(keys),), -torch.inf, dtype=torch.float64, device=device)
     for output in outputs:
         values = torch.stack([output[key].double() for key in keys]).to(device)
         sums += values

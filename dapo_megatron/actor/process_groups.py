@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from dapo_megatron.config.sections import ParallelSection
 from dapo_megatron.platform import Platform
-from dapo_megatron.platform.megatron_fixes import create_pipeline_channels
+from dapo_megatron.platform.megatron_fixes import create_pipeline_channels, forget_pipeline_channels
 
 
 @dataclass(frozen=True)
@@ -127,4 +127,5 @@ def shutdown() -> None:
 
     if dist.is_initialized():
         parallel_state.destroy_model_parallel()
+        forget_pipeline_channels()
         dist.destroy_process_group()

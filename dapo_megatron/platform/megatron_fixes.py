@@ -55,6 +55,12 @@ def create_pipeline_channels(pp_group: dist.ProcessGroup, timeout: timedelta) ->
             _channels[ranks] = channels
 
 
+def forget_pipeline_channels() -> None:
+    """Drop what belongs to groups that are about to be destroyed."""
+    _channels.clear()
+    _sent_shapes.clear()
+
+
 def separate_pipeline_directions() -> None:
     """Replace Megatron's exchange of shapes and of tensors between stages (not batched) by ones with two channels."""
     from megatron.core.pipeline_parallel import p2p_communication

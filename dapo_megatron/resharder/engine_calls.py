@@ -93,13 +93,18 @@ class EngineCalls:
         self._timeout_s = timeout_s
         self._changed = threading.Condition()
         self._last_answer = time.monotonic()
+        self._crash: Exception | None = None
         self.progress = {engine: Progress(script) for engine, script in scripts.items()}
         for engine in scripts:
             # Daemons: a call to an engine that hangs must not keep this process alive.
             threading.Thread(target=self._run, args=(engine,), name=f"weights-engine-{engine}", daemon=True).start()
 
     def wait(self) -> Verdict:
-        """Wait until every engine is through, has failed, or has kept silent for too long."""
+        """Wait until every engine is through, has failed, or has kept silent for too long.
+
+        Raises:
+            Exception: what went wrong in a call's thread on this side of the connection.
+        """
         give_up: float | None = None  # when to stop waiting for the rest, once something has gone wrong
         with self._changed:
             while not all(progress.finished for progress in self.progress.values()):
@@ -113,6 +118,8 @@ class EngineCalls:
                     self._on_failure()
                 if give_up is not None and now > give_up:
                     break
+        if self._crash is not None:
+            raise self._crash
         return self._judge()
 
     def phase_seconds(self, started: float) -> dict[str, float]:
@@ -145,6 +152,9 @@ class EngineCalls:
                     client.destroy_group(name)
                 except EngineError as refusal:
                     logger.debug("engine %d was not in group %s: %s", engine, name, refusal)
+        except Exception as error:  # handed to the waiting thread, which raises it
+            self._crash = error
+            self._on_failure()
         finally:
             with self._changed:
                 progress.finished = True

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from tests.integration.actor_ranks import Layout, make_groups, run_layouts
 from tests.integration.test_actor_layouts import float64_reference, sequences
@@ -69,6 +70,22 @@ def test_transformer_engine_actor_equals_transformers(tmp_path: Path, family: st
     rel = 5e-2 if layout.dtype == "float32" else 0.3
     assert abs(outcome["metrics"]["loss"] - reference.loss) < rel * reference.scale
     assert outcome["grad_norm"] == pytest.approx(reference.grad_norm, rel=rel)
+
+
+def test_optimizer_offload_trains_as_without_it(tmp_path: Path) -> None:
+    pytest.importorskip("transformer_engine", reason="Transformer Engine is not installed")
+    if not _gpus():
+        pytest.skip("needs a GPU, found none")
+    model_dir = make_model(tmp_path / "qwen3", "qwen3", seed=4, **SIZES)
+    groups = make_groups(VOCAB_SIZE, 4, 3, seed=9)
+    plain, offload = Layout(dtype="bfloat16"), Layout(dtype="bfloat16", label="offload", megatron=OFFLOAD)
+    cases = [(str(model_dir), plain), (str(model_dir), offload)]
+    run_ranks(1, run_layouts, cases, groups, 3, 3, str(tmp_path), timeout_s=300)
+    before = load_file(model_dir / "model.safetensors")
+    expected, found = (load_file(tmp_path / f"qwen3@{layout.name}.weights.safetensors") for layout in (plain, offload))
+    moved = sum(float((expected[name] - before[name].float()).norm()) for name in expected)
+    differ = sum(float((expected[name] - found[name]).norm()) for name in expected)
+    assert differ < 0.05 * moved
 
 
 def test_cuda_platform_reports_its_device() -> None:

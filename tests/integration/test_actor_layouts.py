@@ -75,7 +75,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], list[Layout]]] = {
     "qwen3-untied": ("qwen3", {"tie": False, "num_hidden_layers": 4}, DENSE),
     "qwen2-tied": ("qwen2", {"tie": True, "num_hidden_layers": 2}, TWO_WAY),
     "llama-tied": ("llama", {"tie": True, "vocab_size": VOCAB_SIZE + 3}, TWO_WAY),
-    "mistral": ("mistral", {}, [Layout(tp=2)]),
+    "mistral": ("mistral", {}, [Layout(tp=2), Layout(pp=2)]),
     "glm": ("glm", {}, TWO_WAY[1:]),
     "gemma": ("gemma", {"tie": True}, TWO_WAY[1:]),
     "qwen3-moe": ("qwen3_moe", {"num_hidden_layers": 4}, EXPERTS),
@@ -204,6 +204,7 @@ def check_gradients(runs: Runs, references: dict[str, Reference]) -> None:
 def check_weights(runs: Runs) -> None:
     for name in {case.split("/")[0] for case in runs.cases}:
         cases = runs.of(name)
+        assert len(cases) > 1, name
         first = runs.tensors(cases[0], "weights")
         for case in cases[1:]:
             weights = runs.tensors(case, "weights")
