@@ -50,6 +50,8 @@ def step_metrics(
         "perf/update_weights_engines_lost": float(len(sync.lost)),
         "fully_async/trainer/idle_ratio": seconds["wait"] / step_s,
     }
+    if sync.density is not None:
+        metrics["perf/update_weights_density"] = sync.density
     if probe is not None:
         metrics |= {
             "rollout_corr/logprob_abs_diff": probe.max_abs_diff,

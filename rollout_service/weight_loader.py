@@ -146,7 +146,18 @@ def receive_delta(
 
     Raises:
         DeltaMismatch: not even the full bucket is what was sent.
+        RuntimeError: the group broke down.
     """
+    try:
+        return _receive_delta(names, dtypes, shapes, group, device)
+    except (DeltaMismatch, RuntimeError):
+        _forget(names)  # some may have been applied, but the model will not get them
+        raise
+
+
+def _receive_delta(
+    names: list[str], dtypes: list[str], shapes: list[list[int]], group: Any, device: torch.device
+) -> NamedTensors:
     loaded: dict[str, torch.Tensor] = {}
     while True:
         head = torch.zeros(2, dtype=torch.int64, device=device)
@@ -193,6 +204,11 @@ def _apply(names: list[str], dtypes: list[str], shapes: list[list[int]], body: m
     return changed
 
 
+def _forget(names: list[str]) -> None:
+    for name in names:
+        _received.base.pop(name, None)
+
+
 # The hooks. SGLang calls them with the original function and its arguments.
 
 
@@ -218,7 +234,7 @@ def _update(original: Callable[..., Any], manager: Any, request: Any) -> Any:
         _received.base.clear()
     reply = original(manager, request)
     if not reply.success:
-        _received.base.clear()  # part of it may be in the model and part not
+        _forget(request.names)  # part of them may be in the model and part not
     if request.load_format in (SHARED_MEMORY_FORMAT, CUDA_IPC_FORMAT):
         # The publisher takes the answer, which comes from one rank, for leave to overwrite what all ranks read.
         if torch.cuda.is_available():
@@ -227,7 +243,7 @@ def _update(original: Callable[..., Any], manager: Any, request: Any) -> Any:
     return reply
 
 
-def _forget(*_: Any, **__: Any) -> None:
+def _forget_all(*_: Any, **__: Any) -> None:
     """Before every other way in which weights are written."""
     _received.base.clear()
 
@@ -241,4 +257,4 @@ def install() -> None:
     HookRegistry.register(f"{updater}.receive_weights_from_distributed", _receive, HookType.AROUND)
     HookRegistry.register(f"{manager}.update_weights_from_distributed", _update, HookType.AROUND)
     for name in ("update_weights_from_disk", "update_weights_from_tensor", "update_weights_from_ipc"):
-        HookRegistry.register(f"{manager}.{name}", _forget, HookType.BEFORE)
+        HookRegistry.register(f"{manager}.{name}", _forget_all, HookType.BEFORE)

@@ -92,8 +92,7 @@ class WeightsClient:
         service sees that this engine did not get the weights. Tokens sampled before it keep their own version.
         """
         self._post("/end_weight_update", {})
-        # The server's default would abort the requests that wait for the end of the pause.
-        self._post("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
+        self._set_version(version)
 
     def update_from_disk(self, path: str, version: WeightVersion) -> None:
         """Load a HF folder that the engine can read, as `version`; a bad folder leaves the weights as they were."""
@@ -108,17 +107,10 @@ class WeightsClient:
         reply = self._post("/weights_checker", {"action": "checksum"})
         return {key: value for key, value in reply.items() if key not in ("success", "message")}
 
-    def take_snapshot(self) -> None:
-        """Let the engine remember its parameters, for `compare_with_snapshot`."""
-        self._post("/weights_checker", {"action": "snapshot"})
-
     def scramble(self) -> None:
-        """Overwrite all parameters with random numbers; the engine is of no use until it gets its weights again."""
+        """Overwrite all parameters with random numbers; until it gets its weights again, the engine reports version -1."""
+        self._set_version(-1)
         self._post("/weights_checker", {"action": "reset_tensors"})
-
-    def compare_with_snapshot(self) -> None:
-        """Refused, with the names of the parameters, when one differs from the snapshot in a single bit."""
-        self._post("/weights_checker", {"action": "compare"})
 
     def server_info(self) -> dict[str, Any]:
         return self._call("GET", "/server_info", None)
@@ -130,6 +122,10 @@ class WeightsClient:
             return int(info["weight_version"])
         except (KeyError, TypeError, ValueError) as error:
             raise EngineError(f"{self.endpoint.name}: no whole-number weight version in {str(info)[:200]}") from error
+
+    def _set_version(self, version: WeightVersion) -> None:
+        # The server's default would abort the requests that wait for the end of the pause.
+        self._post("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
 
     def _post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         return self._call("POST", path, body)

@@ -1,8 +1,9 @@
 """The engine side of a weight update without an engine: a process that keeps the tensors that it receives.
 
 It answers the calls of SGLang's server that `WeightsClient` makes, joins the publishers' groups as SGLang does, receives
-one broadcast per tensor, and reports checksums. It has no model, so nothing about loading weights is shown with it; for
-that the tests with a real SGLang server are there. It can be told to fail at a certain bucket.
+one broadcast per tensor (or runs the engine's side of another transport, `rollout_service.weight_loader`), and reports
+checksums. It has no model, so nothing about loading weights is shown with it; for that the tests with a real SGLang server
+are there. It can be told to fail at a certain bucket.
 """
 
 from __future__ import annotations
@@ -63,6 +64,7 @@ class Receivers:
 def _host() -> None:
     """Fork receivers as the lines of standard input ask for, and write their ports, a line for each."""
     import dapo_megatron.resharder.process_group  # noqa: F401  (loads torch before the first fork)
+    import rollout_service.weight_loader  # noqa: F401  (loads torch, too, before the first fork)
 
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     children: list[int] = []
@@ -167,9 +169,6 @@ class _Receiver:
             raise ValueError(f"unknown call {path}")
 
     def _receive(self, body: dict[str, Any]) -> None:
-        import torch
-        import torch.distributed as dist
-
         if self._fault is not None and self._fault[1] == self._buckets:
             kind, self._fault = self._fault[0], None
             if kind == "die":
@@ -178,20 +177,35 @@ class _Receiver:
                 raise RuntimeError("Failed to update parameter online")
             time.sleep(3600)
         self._buckets += 1
-        group = self._groups[body["group_name"]]
+        tensors = self._take(body)
+        self.bytes += sum(tensor.nbytes for _, tensor in tensors)
+        if self._keep:
+            for name, tensor in tensors:
+                self.digests[name] = digest(tensor)
+
+    def _take(self, body: dict[str, Any]) -> list[tuple[str, Any]]:
+        """The tensors of a call, by whatever transport."""
+        import torch
+        import torch.distributed as dist
+
+        from rollout_service import weight_loader
+
+        described = body["names"], body["dtypes"], body["shapes"]
         try:
+            if body.get("load_format") == weight_loader.SHARED_MEMORY_FORMAT:
+                return weight_loader.receive_shared_memory(*described, body["group_name"])
+            group = self._groups[body["group_name"]]
+            if body.get("load_format") == weight_loader.DELTA_FORMAT:
+                return weight_loader.receive_delta(*described, group, torch.device("cpu"))
             tensors, works = [], []
-            for dtype, shape in zip(body["dtypes"], body["shapes"], strict=True):
-                tensors.append(torch.empty(shape, dtype=getattr(torch, dtype)))
-                works.append(dist.broadcast(tensors[-1], group_src=0, group=group, async_op=True))
+            for name, dtype, shape in zip(*described, strict=True):
+                tensors.append((name, torch.empty(shape, dtype=getattr(torch, dtype))))
+                works.append(dist.broadcast(tensors[-1][1], group_src=0, group=group, async_op=True))
             for work in works:
                 work.wait()
         except RuntimeError as error:
             raise RuntimeError(f"Failed to receive weights: {error}") from error
-        self.bytes += sum(t.numel() * t.element_size() for t in tensors)
-        if self._keep:
-            for name, tensor in zip(body["names"], tensors, strict=True):
-                self.digests[name] = digest(tensor)
+        return tensors
 
 
 def digest(tensor: Any) -> str:

@@ -142,7 +142,7 @@ class WeightSyncSection(Section):
     )
     check: Literal["first", "always", "never"] = Field(
         "first",
-        description="After which updates each engine's parameters are compared, bit by bit, with those of a second full transfer into scrambled ones.",
+        description="After which updates the checksums of all parameters of each engine are compared with those after a second, full transfer into scrambled ones.",
     )
     bucket_mb: float = Field(256.0, gt=0, description="Size of one transfer bucket.")
     max_publishers: int = Field(
@@ -229,6 +229,11 @@ class RunConfig(Section):
             )
         if par.sequence_parallel and par.tensor_model_parallel_size == 1:
             raise ValueError("parallel.sequence_parallel=true needs parallel.tensor_model_parallel_size above 1")
+        if self.weight_sync.transport == "tensor" and par.nnodes > 1:
+            raise ValueError(
+                f"weight_sync.transport=tensor shares memory with engines of the same host, and parallel.nnodes is {par.nnodes}; "
+                "take distributed or delta"
+            )
         samples = mini * self.rollout.n_samples_per_prompt
         if samples < par.data_parallel_size:
             raise ValueError(

@@ -150,6 +150,11 @@ METRICS: tuple[Metric, ...] = (
     Metric("perf/update_weights_bytes", "bytes", "bytes that left the trainer for the engines, once for all of them"),
     Metric("perf/update_weights_planned_bytes", "bytes", "bytes that each engine needs; less than sent after a repeat"),
     Metric("perf/update_weights_gb_per_s", "GB/s", "10^9 bytes sent per second of the update's phase send"),
+    Metric(
+        "perf/update_weights_density",
+        "share",
+        "numbers of the weights, as the engines hold them, that changed since the version of before; with transport delta",
+    ),
     Metric("perf/update_weights_engines_lost", "count", "engines left out of the update because they failed in it"),
     Metric("fully_async/trainer/idle_ratio", "share", "share of the step in which the trainer waited for a batch"),
     Metric(
@@ -173,7 +178,7 @@ FAMILIES: tuple[Metric, ...] = (
     Metric(
         "timing_s/update_weights/<phase>",
         "s",
-        "wall time of a part of the weight update: plan (once), pause, connect, begin, gather (beside send), send, end, resume; "
+        "wall time of a part of the weight update: plan (once), pause, connect, begin, gather and encode (beside send), send, end, check, resume; "
         "engine_stall, from pause to resume, is the time in which no engine generates",
     ),
     Metric(

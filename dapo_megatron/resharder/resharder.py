@@ -20,6 +20,7 @@ from dapo_megatron.resharder.plan import Destination, build_plan
 from dapo_megatron.resharder.shared_memory import TensorTransport
 from dapo_megatron.resharder.source import source_layout
 from dapo_megatron.resharder.transport import SyncReport, Transport
+from dapo_megatron.resharder.weight_check import check_engines
 from dapo_megatron.service_client import ServiceClient
 
 
@@ -40,6 +41,8 @@ class Resharder:
         started = time.perf_counter()
         weights = self._weights(dtype)
         self._plan_s = time.perf_counter() - started
+        self._check = sync.check
+        self._checked = False
         self._transport: Transport
         if sync.transport == "distributed":
             self._transport = DistributedTransport(weights, backend=platform.dist_backend, timeout_s=sync.timeout_s)
@@ -63,6 +66,13 @@ class Resharder:
         endpoints = self._service.pause_for_update(version, timeout_s)
         paused = time.perf_counter()
         report = self._transport.send(endpoints, version)
+        if self._check == "always" or (self._check == "first" and not self._checked):
+            if isinstance(self._transport, DeltaTransport):
+                self._transport.forget()
+            report = check_engines(
+                self._transport, endpoints, version, report, layout=self._actor.layout, timeout_s=timeout_s
+            )
+            self._checked = True
         moved = time.perf_counter()
         self._service.resume_after_update(version, step, timeout_s)
         now = time.perf_counter()

@@ -23,7 +23,8 @@ from rollout_service.server_process import SglangServer
 from rollout_service.weight_loader import SEGMENT_PREFIX, SHARED_MEMORY, SHARED_MEMORY_FORMAT
 from rollout_service.weights_client import WeightsClient
 from tests.integration.actor_ranks import Layout
-from tests.integration.transport_ranks import publish_cases
+from tests.integration.resharder_ranks import file_digests
+from tests.integration.transport_ranks import FAULTS, publish_cases
 from tests.ranks import run_ranks
 from tests.service_settings import service_settings
 from tests.toy_models import make_model
@@ -106,6 +107,40 @@ def test_after_a_wrong_byte_the_bucket_is_sent_in_full(case: Case) -> None:
     assert len(spoilt) == 4  # one tensor of each publisher
     sparse, planned = case.first["delta-sparse"]["bytes"], case.first["plan"][2]
     assert sparse < case.first["delta-wrong-byte"]["bytes"] < sparse + 0.8 * planned
+
+
+@pytest.mark.parametrize(("name", "engines", "faults"), FAULTS, ids=[name for name, _, _ in FAULTS])
+def test_an_engine_that_fails_is_left_out_and_the_others_get_everything(
+    name: str, engines: int, faults: dict[int, tuple[str, int]], case: Case
+) -> None:
+    result = case.first[name]
+    assert set(result["engines"]) == set(range(engines)) - set(faults)
+    assert len(result["lost"]) == len(faults)
+    for engine in faults:
+        assert any(f"engine {engine} (http" in reason and "turn " in reason for reason in result["lost"])
+    for info in result["engines"].values():
+        assert info["weight_version"] == "2"
+        assert info["digests"] == file_digests(case.folder / name, "bfloat16")
+
+
+def test_the_check_passes_what_is_right(case: Case) -> None:
+    expected = case.first["delta-wrong-byte"]["checksum"]
+    for name in ("check-delta", "check-tensor", "check-again"):
+        assert case.first[name]["lost"] == ()
+        assert case.first[name]["checksum"] == expected
+        assert case.first[name]["version"] == 9
+
+
+def test_the_check_finds_a_single_bit_in_an_engines_parameter(case: Case) -> None:
+    for rank in case.ranks:
+        assert "engine 0 (http" in rank["check-one-bit"]["error"]
+        assert rank["check-one-bit"]["error"].endswith(": model.layers.2.mlp.down_proj.weight of rank 0")
+    # The second transfer, which found it out, has put it right.
+    assert case.first["check-one-bit"]["checksum"] == case.first["delta-wrong-byte"]["checksum"]
+
+
+def test_the_check_finds_a_parameter_that_no_transfer_writes(case: Case) -> None:
+    assert "weight_sync.check=never" in case.first["check-missing"]["error"]
 
 
 def test_the_engine_refuses_what_is_not_a_segment(case: Case) -> None:

@@ -159,6 +159,12 @@ def test_sizes_that_contradict_each_other_are_refused_with_the_configuration(
         config(**parallel)
 
 
+def test_shared_memory_does_not_reach_other_hosts() -> None:
+    settings = config(nnodes=2).model_dump() | {"weight_sync": {"transport": "tensor"}}
+    with pytest.raises(ValidationError, match="transport=tensor shares memory with engines of the same host"):
+        RunConfig.model_validate(settings)
+
+
 def test_optimizer_offload_needs_main_weights_of_its_own() -> None:
     with pytest.raises(ValidationError, match="needs model.dtype=bfloat16"):
         config({"optimizer_cpu_offload": True})
