@@ -60,7 +60,9 @@ class ParallelSection(Section):
     nnodes: int = Field(1, gt=0, description="Machines under torchrun.")
     nproc_per_node: int = Field(1, gt=0, description="Processes per machine.")
     distributed_timeout_s: float = Field(
-        600.0, gt=0, description="Longest wait in a collective before the rank stops with an error."
+        600.0,
+        gt=0,
+        description="Longest wait in a collective before the rank stops with an error; Megatron's own groups round it to whole minutes, at least one.",
     )
 
     @property
@@ -245,6 +247,9 @@ class RunConfig(Section):
                 f"trainer.max_tokens_per_gpu={self.trainer.max_tokens_per_gpu} x CP={par.context_parallel_size} is below the longest "
                 f"sequence, data.max_prompt_length + rollout.max_response_length = {longest}"
             )
+        for key in ("optimizer_cpu_offload", "use_precision_aware_optimizer", "overlap_param_gather"):
+            if self.megatron.get(key) and not self.optim.use_distributed_optimizer:
+                raise ValueError(f"megatron.{key} needs optim.use_distributed_optimizer=true")
         if self.megatron.get("optimizer_cpu_offload") and self.model.dtype == "float32":
             raise ValueError(
                 "megatron.optimizer_cpu_offload needs model.dtype=bfloat16: Megatron offloads main weights, and float32 weights are their own"

@@ -170,6 +170,15 @@ def test_optimizer_offload_needs_main_weights_of_its_own() -> None:
         config({"optimizer_cpu_offload": True})
 
 
+@pytest.mark.parametrize("key", ["optimizer_cpu_offload", "use_precision_aware_optimizer", "overlap_param_gather"])
+def test_what_lives_in_the_distributed_optimizer_needs_it(key: str) -> None:
+    tree = config().model_dump()
+    tree["optim"]["use_distributed_optimizer"] = False
+    tree["megatron"] = {key: True}
+    with pytest.raises(ValidationError, match=f"megatron.{key} needs optim.use_distributed_optimizer=true"):
+        RunConfig.model_validate(tree)
+
+
 def test_context_parallelism_spreads_a_micro_batch_and_aligns_its_sequences() -> None:
     run = config(tensor_model_parallel_size=2, sequence_parallel=True, context_parallel_size=2)
     assert run.max_micro_batch_tokens == 512
