@@ -34,6 +34,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers.utils import logging as transformers_logging
 
 from rollout_service.delta_codec import Words, checksum, decode, encode
 
@@ -126,6 +127,8 @@ def main() -> int:
     parser.add_argument("--updates", type=int, default=16)
     parser.add_argument("--versions", type=int, default=2)
     options = parser.parse_args()
+    transformers_logging.set_verbosity_error()  # layers that are left out are no news
+    transformers_logging.disable_progress_bar()
     ratios: dict[float, float] = {}
     speeds: list[dict[str, Any]] = []
     for rate in RATES:

@@ -1,6 +1,7 @@
 """After every step of a real run, all engines hold the trainer's weights: TP2 x PP2, two SGLang engines, each transport.
 
-The first transport is part of every test run. The others take a run of their own each: `pytest -m slow` with this file.
+Each transport takes a run of its own, about two minutes on two cores: `pytest -m slow` with this file. The default test run has each
+transport against one real server (`test_weight_transports.py`), and the main job over the first.
 """
 
 from __future__ import annotations
@@ -18,12 +19,9 @@ import pytest
 
 from tests.integration.test_main_job import dapo_run, metrics_of, tree_of, wait_until_gone
 
-TRANSPORTS = [
-    "distributed",
-    pytest.param("disk", marks=pytest.mark.slow),
-    pytest.param("tensor", marks=pytest.mark.slow),
-    pytest.param("delta", marks=pytest.mark.slow),
-]
+pytestmark = pytest.mark.slow
+
+TRANSPORTS = ["distributed", "disk", "tensor", "delta"]
 STEPS = 20
 ENGINES = 2
 TOLERANCE = 1e-4  # nats, both sides float32
