@@ -73,7 +73,7 @@ class _Received:
 
     def __init__(self) -> None:
         self.segments: dict[str, torch.Tensor] = {}
-        self.devices: dict[str, torch.Tensor] = {}
+        self.devices: dict[IpcHandle, torch.Tensor] = {}
         self.base: dict[str, tuple[Words, bytes]] = {}
 
     def segment(self, name: str) -> torch.Tensor:
@@ -98,11 +98,10 @@ class _Received:
         return self.segments[name]
 
     def device_memory(self, handle: IpcHandle) -> torch.Tensor:
-        key = json.dumps(handle)
-        if key not in self.devices:
-            self.devices = {}  # handles change when the publishers take new memory
-            self.devices[key] = _open_ipc(handle)
-        return self.devices[key]
+        """The memory behind a handle, which is opened once and stays open: the publishers keep their slots for the whole run."""
+        if handle not in self.devices:
+            self.devices[handle] = _open_ipc(handle)
+        return self.devices[handle]
 
 
 _received = _Received()

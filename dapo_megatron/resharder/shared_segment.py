@@ -127,22 +127,17 @@ class DeviceSlots:
 
     def __init__(self, slot_bytes: int, device: torch.device) -> None:
         self._slots = [torch.empty(slot_bytes, dtype=torch.uint8, device=device) for _ in range(SLOTS)]
-        self._engines: list[EngineEndpoint] = []
-        self._sources: dict[int, tuple[str, ...]] = {}
+        self._sources: dict[EngineEndpoint, tuple[str, ...]] = {}
 
     def slot(self, index: int) -> Tensor:
         return self._slots[index]
 
     def sources(self, engines: Sequence[EngineEndpoint]) -> dict[int, tuple[str, ...]]:
-        if list(engines) != self._engines:
-            self._engines = list(engines)
-            self._sources = {
-                engine.engine_id: tuple(
-                    json.dumps([share(slot) for _ in range(engine.tp_size)]) for slot in self._slots
-                )
-                for engine in engines
-            }
-        return self._sources
+        for engine in engines:
+            if engine not in self._sources:  # new, or restarted at another port
+                handles = ([share(slot) for _ in range(engine.tp_size)] for slot in self._slots)
+                self._sources[engine] = tuple(json.dumps(each) for each in handles)
+        return {engine.engine_id: self._sources[engine] for engine in engines}
 
     def close(self) -> None:
         self._slots = []
