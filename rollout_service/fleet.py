@@ -38,6 +38,7 @@ from rollout_service.engine import (
 )
 from rollout_service.sample import WeightVersion
 from rollout_service.server_process import Device, SglangServer
+from rollout_service.weights_folder import held
 
 log = logging.getLogger(__name__)
 
@@ -332,12 +333,16 @@ class Fleet:
             server = ray.remote(SglangServer).options(num_cpus=0, num_gpus=gpus, max_restarts=0)
             engine.actor = server.remote(self._settings, engine.engine_id, self._device)
         path, version = self._on_disk
-        if not Path(path).is_dir() and path != self._settings.model_path:
-            path, version = self._settings.model_path, version - 1  # the export is gone: start stale
         limit = self._settings.rollout.engine.startup_timeout_s + 60.0  # the server's own limit comes first
         try:
             async with asyncio.timeout(limit):
-                endpoint = await engine.actor.start.remote(path, version)
+                with contextlib.ExitStack() as stack:
+                    if path != self._settings.model_path:
+                        # The trainer removes old versions, but not one that is being loaded.
+                        found = stack.enter_context(held(Path(path), f"engine-{engine.engine_id}"))
+                        if not found:
+                            path, version = self._settings.model_path, version - 1  # start stale
+                    endpoint = await engine.actor.start.remote(path, version)
         except TimeoutError as error:
             raise EngineError(f"engine {engine.engine_id}: Ray did not start its actor in {limit:g} s") from error
         except ray.exceptions.RayTaskError as error:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import shutil
 import time
 from pathlib import Path
 
@@ -16,12 +15,13 @@ from dapo_megatron.resharder.hf_folder import HFFolderExport
 from dapo_megatron.resharder.transport import SyncReport, WeightSyncError
 from rollout_service.engine import EngineEndpoint
 from rollout_service.weights_client import WeightsClient
+from rollout_service.weights_folder import remove_unless_held
 
 logger = logging.getLogger(__name__)
 
 
 class DiskTransport:
-    """Writes each version to `<folder>/v<version>` and keeps only the newest."""
+    """Writes each version to `<folder>/v<version>`; keeps the newest, and older ones only while an engine starts from them."""
 
     def __init__(
         self, weights: ShardedWeights, *, folder: Path, source: Path, dtype: torch.dtype, timeout_s: float
@@ -31,7 +31,7 @@ class DiskTransport:
         # Not durable: after a crash of the machine a run goes on from its checkpoint, not from here.
         self._export = HFFolderExport(weights, source=source, dtype=dtype, durable=False)
         self._timeout_s = timeout_s
-        self._previous: Path | None = None
+        self._written: list[Path] = []  # on rank 0: folders that are there, the newest last
 
     def send(self, endpoints: list[EngineEndpoint], version: int) -> SyncReport:
         target = self._folder / f"v{version}"
@@ -43,9 +43,10 @@ class DiskTransport:
         if rank == 0:
             lost = self._load(endpoints, target, version)
             # The service needs the folder of before until an engine holds this one.
-            if self._previous is not None and self._previous != target and len(lost) < len(endpoints):
-                self._remove(self._previous)
-            self._previous = target
+            older = [folder for folder in self._written if folder != target]
+            if len(lost) < len(endpoints):
+                older = [folder for folder in older if not self._removed(folder)]
+            self._written = [*older, target]
             seconds = {"gather": wrote - start, "send": time.perf_counter() - wrote}
             report = [SyncReport(self._weights.plan.bytes, written, seconds, lost)]
         dist.broadcast_object_list(report, src=0, device=self._weights.layout.device)
@@ -70,11 +71,13 @@ class DiskTransport:
         )
         return tuple(calls.wait().lost.values())
 
-    def _remove(self, folder: Path) -> None:
+    def _removed(self, folder: Path) -> bool:
+        """Remove old weights; False if that is to be tried again at the next update."""
         try:
-            shutil.rmtree(folder)
+            return remove_unless_held(folder)
         except OSError as error:  # the update itself is through
             logger.warning("old weights in %s stay there: %s", folder, error)
+            return True
 
     def close(self) -> None:
         """The newest version stays: a restarted engine may still load it."""
