@@ -115,3 +115,6 @@ def test_a_killed_engine_is_back_at_the_trainers_weights_and_the_run_goes_on(run
 
     rows = run.wait_for("both engines probed again", both_again, 240)[before:]
     assert all(row["rollout_corr/logprob_abs_diff"] < TOLERANCE for row in rows)
+    # The weights that it started from stayed there until it had loaded them, though dozens of versions came meanwhile.
+    logs = "".join(path.read_text(errors="replace") for path in (run.folder / "logs").glob("*.log"))
+    assert "restart 1 of" in logs and "restart 2 of" not in logs
